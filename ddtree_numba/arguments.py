@@ -1,0 +1,148 @@
+"""What every launcher does around its kernel: check the arguments, bring them to the device, bring results back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ddtree_numba.backend import as_device, as_stream, cuda, is_device_array
+
+__all__ = ["ArrayCheck", "Transfer", "check_integer"]
+
+
+def check_integer(name: str, value: Any, low: int, high: int) -> int:
+    """Return `value` as an int when it is a whole number from `low` to `high`; else raise naming it.
+
+    >>> check_integer("budget", -1, 0, 1024)
+    Traceback (most recent call last):
+    ValueError: budget: got -1, needs a whole number from 0 to 1024
+    """
+    needs = f"needs a whole number from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: got {value!r}, {needs}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: got {int(value)}, {needs}")
+    return int(value)
+
+
+class ArrayCheck:
+    """Checks arrays against named dimensions, which the first array that has them fixes for the rest.
+
+    >>> check = ArrayCheck()
+    >>> check("logits", np.zeros((2, 3, 5), np.float32), "B L V", (np.float32,))
+    (2, 3, 5)
+    >>> check("root_tokens", np.zeros(4, np.int32), "B", (np.int32,))
+    Traceback (most recent call last):
+    ValueError: root_tokens: got shape (4,), needs [B] with B=2
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        self._sizes = dict(sizes)
+
+    def __call__(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the shape of `array`, a C-contiguous NumPy or device array.
+
+        `shape` names its axes, separated by spaces: a name, a number, or ``*`` for anything. Raises `TypeError` for
+        what is no array or has another dtype than `dtypes`, `ValueError` for a wrong shape or layout.
+        """
+        got, dtype, contiguous = _describe(name, array)
+        allowed = [np.dtype(d) for d in dtypes]
+        if dtype not in allowed:
+            raise TypeError(f"{name}: got {dtype}, needs {' or '.join(str(d) for d in allowed)}")
+        axes = shape.split()
+        if len(got) != len(axes) or not all(
+            self._fits(axis, size) for axis, size in zip(axes, got, strict=True)
+        ):
+            raise ValueError(f"{name}: got shape {got}, needs {self._needs(axes)}")
+        if not contiguous:
+            raise ValueError(f"{name}: got a strided view, needs a C-contiguous array")
+        for axis, size in zip(axes, got, strict=True):
+            if axis != "*" and not axis.isdigit():
+                self._sizes[axis] = size
+        return got
+
+    def _fits(self, axis: str, size: int) -> bool:
+        if axis.isdigit():
+            return size == int(axis)
+        return axis == "*" or self._sizes.get(axis, size) == size
+
+    def _needs(self, axes: list[str]) -> str:
+        known = [f"{axis}={self._sizes[axis]}" for axis in dict.fromkeys(axes) if axis in self._sizes]
+        return f"[{', '.join(axes)}]" + (f" with {', '.join(known)}" if known else "")
+
+
+def _describe(name: str, array: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Return shape, dtype and whether C-contiguous."""
+    if isinstance(array, np.ndarray):
+        return array.shape, array.dtype, array.flags.c_contiguous
+    if not is_device_array(array):
+        raise TypeError(f"{name}: got {type(array).__name__}, needs a NumPy array or a device array")
+    if "bfloat16" in str(array.dtype):
+        raise TypeError(f"{name}: got bfloat16, needs its bits as uint16 (in torch: .view(torch.uint16))")
+    try:
+        device = as_device(array)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"{name}: got a {type(array).__name__} that gives no device pointer ({error})"
+        ) from None
+    contiguous = (
+        device.is_c_contiguous() if hasattr(device, "is_c_contiguous") else device.flags["C_CONTIGUOUS"]
+    )
+    return tuple(device.shape), np.dtype(device.dtype), bool(contiguous)
+
+
+class Transfer:
+    """Brings a launch's arrays to the device and its results back.
+
+    NumPy inputs are copied in and the results come back as NumPy arrays; device inputs (Numba, CuPy, torch: anything
+    with ``__cuda_array_interface__``) are used where they are and the results stay on the device.
+    """
+
+    def __init__(self, stream: Any, inputs: Mapping[str, Any]) -> None:
+        """Take a `stream` (None for the default) and the named `inputs`; `TypeError` when host and device mix."""
+        kinds = {name: is_device_array(array) for name, array in inputs.items()}
+        if len(set(kinds.values())) > 1:
+            names = [
+                ", ".join(name for name, device in kinds.items() if device is kind) for kind in (True, False)
+            ]
+            raise TypeError(f"{names[1]}: got NumPy beside device arrays ({names[0]}), needs all of one kind")
+        self.on_host = not any(kinds.values())
+        """Whether the inputs are NumPy arrays, so that their contents can be looked at."""
+        self.stream = as_stream(stream)
+        self._returned: dict[int, Any] = {}
+
+    def input(self, array: Any) -> Any:
+        """Return `array` on the device."""
+        return cuda.to_device(array, stream=self.stream) if self.on_host else as_device(array)
+
+    def output(self, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return a device array for the result `name`: the caller's `given` one if not None, else a new one."""
+        if given is None:
+            return cuda.device_array(shape, dtype, stream=self.stream)
+        ArrayCheck()(f"out ({name})", given, " ".join(str(size) for size in shape), (dtype,))
+        return self.inout(f"out ({name})", given)
+
+    def inout(self, name: str, array: Any) -> Any:
+        """Return `array` on the device, to be changed there; a NumPy array gets the changes in `finish`."""
+        if is_device_array(array) == self.on_host:
+            kind = "a NumPy array" if self.on_host else "a device array"
+            raise TypeError(f"{name}: got {type(array).__name__}, needs {kind} like the inputs")
+        if self.on_host and not array.flags.writeable:
+            raise ValueError(f"{name}: got a read-only array, needs one that can be written")
+        # A NumPy array is uploaded with what it holds: elements that a kernel does not write keep their values.
+        device = self.input(array)
+        self._returned[id(device)] = array
+        return device
+
+    def finish(self, *results: Any) -> tuple[Any, ...]:
+        """Return the results the way the inputs came: NumPy arrays, complete, or device arrays, still in flight."""
+        if not self.on_host:
+            return tuple(self._returned.get(id(result), result) for result in results)
+        host = tuple(
+            result.copy_to_host(self._returned.get(id(result)), stream=self.stream) for result in results
+        )
+        if self.stream:
+            self.stream.synchronize()
+        return host

@@ -1,0 +1,44 @@
+"""bfloat16 as its bits.
+
+NumPy has no bfloat16, so an array of them travels as `uint16`: a bfloat16 is the upper half of the float32 with
+the same value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddtree_numba.backend import cuda
+
+__all__ = ["bfloat16_to_float32", "from_bfloat16", "to_bfloat16"]
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Round float32 `values` (any shape) to the nearest bfloat16, ties to even; return their bits as uint16.
+
+    NaN stays NaN.
+
+    >>> [hex(bits) for bits in to_bfloat16(np.array([1.0, -2.0, 1.00390625], np.float32)).tolist()]
+    ['0x3f80', '0xc000', '0x3f80']
+    """
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    # Half of the dropped range, less one when the kept part is even: a tie then rounds to even.
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # The addition would carry a NaN's payload into its sign; a quiet NaN keeps it one.
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """Return the float32 values (same shape) of bfloat16 `bits` (uint16), exactly.
+
+    >>> from_bfloat16(np.array([0x3F80, 0xC000], np.uint16)).tolist()
+    [1.0, -2.0]
+    """
+    return (np.asarray(bits, dtype=np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+@cuda.jit(device=True)
+def bfloat16_to_float32(bits):
+    """Return the float32 value of one bfloat16, given as its uint16 bits."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)

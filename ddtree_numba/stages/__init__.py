@@ -1,0 +1,1 @@
+"""The six stages of a DDTree step: each a NumPy reference, a CUDA kernel and its launcher."""
