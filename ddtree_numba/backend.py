@@ -55,11 +55,7 @@ def _driver_version() -> int | None:
     if error in (_NO_DEVICE, _STUB_LIBRARY):
         return None
     count, version = ctypes.c_int(0), ctypes.c_int(0)
-    error = (
-        error
-        or driver.cuDeviceGetCount(ctypes.byref(count))
-        or driver.cuDriverGetVersion(ctypes.byref(version))
-    )
+    error = error or driver.cuDeviceGetCount(ctypes.byref(count)) or driver.cuDriverGetVersion(ctypes.byref(version))
     if error:
         raise RuntimeError(
             f"the CUDA driver is installed but answers error {error}; repair it (does nvidia-smi work?), "
@@ -111,7 +107,10 @@ if ON_GPU:
 else:
     _enter_simulator()
 
-from numba import cuda  # noqa: E402  (the decision above must come first)
+import numba.cuda as _numba_cuda  # noqa: E402  (the decision above must come first)
+
+cuda: Any = _numba_cuda
+"""`numba.cuda`, on the GPU or simulated. (Typed as Any: inside a kernel its names mean the device's, not Python's.)"""
 
 
 def block_threads(gpu: int, simulator: int = 8) -> int:
@@ -138,8 +137,11 @@ def is_device_array(array: object) -> bool:
 
 
 def as_device(array: Any) -> Any:
-    """Return a device array (Numba, CuPy, torch) as one of Numba's, without copying."""
-    return cuda.as_cuda_array(array) if ON_GPU else array
+    """Return a device array (Numba, CuPy, torch) as one of Numba's, without copying.
+
+    An array whose interface names a stream is waited for, as the CUDA array interface asks; Numba's own are not.
+    """
+    return array if not ON_GPU or hasattr(array, "copy_to_host") else cuda.as_cuda_array(array)
 
 
 def as_stream(stream: Any) -> Any:

@@ -147,18 +147,18 @@ def _check_request(tree: DraftTree, request: int, bits: bool) -> None:
             _check_unused(tree, slot, bits)
         if bits:
             _check_bits(tree, count)
-    except _BrokenRule as broken:
+    except _BrokenRuleError as broken:
         raise ValueError(f"request {request}, slot {broken.slot}: {broken.rule}") from None
 
 
-class _BrokenRule(Exception):
+class _BrokenRuleError(Exception):
     def __init__(self, slot: int, rule: str) -> None:
         self.slot, self.rule = slot, rule
 
 
 def _require(truth: bool, slot: int, rule: str) -> None:
     if not truth:
-        raise _BrokenRule(slot, rule)
+        raise _BrokenRuleError(slot, rule)
 
 
 def _check_root(tree: DraftTree) -> None:
@@ -178,9 +178,7 @@ def _check_node(tree: DraftTree, slot: int) -> None:
         slot,
         f"depth {tree.depths[slot]} must be its parent's plus one, {expected}",
     )
-    _require(
-        np.isfinite(tree.log_probs[slot]), slot, f"log-probability {tree.log_probs[slot]} must be finite"
-    )
+    _require(np.isfinite(tree.log_probs[slot]), slot, f"log-probability {tree.log_probs[slot]} must be finite")
 
 
 def _check_children(tree: DraftTree, slot: int, count: int) -> None:
@@ -209,9 +207,7 @@ def _check_unused(tree: DraftTree, slot: int, bits: bool) -> None:
         if axes == "B N":
             value = getattr(tree, name)[slot]
             _require(value == unused, slot, f"{name} is {value}, must be {unused} in an unused slot")
-    _require(
-        not bits or not tree.ancestor_bits[slot].any(), slot, "ancestor bits must be 0 in an unused slot"
-    )
+    _require(not bits or not tree.ancestor_bits[slot].any(), slot, "ancestor bits must be 0 in an unused slot")
 
 
 def _check_bits(tree: DraftTree, count: int) -> None:
@@ -249,9 +245,7 @@ def random_tree(
     return tree
 
 
-def _grow(
-    rng: np.random.Generator, tree: DraftTree, count: int, spread: int, vocab: int, max_depth: int
-) -> None:
+def _grow(rng: np.random.Generator, tree: DraftTree, count: int, spread: int, vocab: int, max_depth: int) -> None:
     """Fill one request's arrays in place."""
     children: list[list[int]] = [[] for _ in range(count)]
     tree.token_ids[0], tree.log_probs[0] = rng.integers(vocab), 0.0
@@ -287,7 +281,5 @@ def _pick_parent(
 ) -> int:
     able = [s for s in range(slot) if tree.depths[s] < max_depth and len(children[s]) < vocab]
     if not able:
-        raise ValueError(
-            f"node_counts: no tree of {slot + 1} nodes has vocab={vocab} and max_depth={max_depth}"
-        )
+        raise ValueError(f"node_counts: no tree of {slot + 1} nodes has vocab={vocab} and max_depth={max_depth}")
     return able[-int(rng.integers(1, min(spread, len(able)) + 1))]

@@ -1,0 +1,172 @@
+"""One decoding step around the target's forward pass: drafter logits in, tree out; target tokens in, commit out.
+
+The draft side is stages 1-3 (candidates, tree, bitmask and positions), the commit side stages 5-6 (walk, KV rows).
+Between them the caller runs the target on the tree, with stage 4 as its attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ddtree_numba.arguments import ArrayCheck, check_integer
+from ddtree_numba.backend import as_device, cuda, is_device_array
+from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
+from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk, accept_walk_reference
+from ddtree_numba.stages.ancestor_bitmask import (
+    ancestor_bitmask,
+    ancestor_bitmask_reference,
+    positions,
+    positions_reference,
+)
+from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
+from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
+from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
+
+__all__ = ["DecodeStep", "DecodeStepReference"]
+
+
+def _candidates_for(budget: int, k: int | None) -> int:
+    """Return K: a tree of `budget` nodes never looks past rank `budget` of a depth."""
+    return max(1, budget) if k is None else check_integer("k", k, 1, 2**31 - 1)
+
+
+class DecodeStepReference:
+    """The step in NumPy: the same chain as `DecodeStep`, from the stages' references.
+
+    >>> step = DecodeStepReference(budget=2)
+    >>> logits = np.log(np.array([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]], np.float32))
+    >>> tree, where = step.draft(logits, np.array([7], np.int32), np.array([10], np.int32))
+    >>> tree.token_ids.tolist(), where.tolist()
+    ([[7, 0, 2]], [[10, 11, 12]])
+    """
+
+    def __init__(self, budget: int, k: int | None = None) -> None:
+        """Take the tree's node `budget` (0..1024, root not counted) and K candidates a depth (default: the budget)."""
+        self.budget = check_integer("budget", budget, 0, MAX_BUDGET)
+        self.k = _candidates_for(self.budget, k)
+        self.tree: DraftTree | None = None
+        self._draft_length = 0
+
+    def draft(
+        self, logits: np.ndarray, root_tokens: np.ndarray, prefix_lengths: np.ndarray
+    ) -> tuple[DraftTree, np.ndarray]:
+        """Return the draft tree, bits filled, and the nodes' positions [B, N] int32.
+
+        `logits` [B, L, V] (float32, float16, or bfloat16 as uint16) are the drafter's, `root_tokens` [B] int32 the
+        last emitted tokens, `prefix_lengths` [B] int32 the rows in the KV cache.
+        """
+        log_probs, token_ids = top_candidates_reference(logits, self.k)
+        tree = build_tree_reference(log_probs, token_ids, root_tokens, self.budget)
+        bits, _ = ancestor_bitmask_reference(tree.parents, tree.node_count)
+        self.tree = tree._replace(ancestor_bits=bits)
+        self._draft_length = logits.shape[1]
+        return self.tree, positions_reference(tree.depths, prefix_lengths)
+
+    def commit(
+        self, target_tokens: np.ndarray, kv_pool: np.ndarray, block_table: np.ndarray, prefix_lengths: np.ndarray
+    ) -> AcceptedPath:
+        """Walk the drafted tree, keep the accepted rows, advance the lengths; return the accepted path.
+
+        `target_tokens` [B, N] int32 is the target's token at each node; `kv_pool` [layers, pages, page_size, D] and
+        `prefix_lengths` [B] int32 are changed in place; `block_table` [B, max_pages] int32.
+        """
+        if self.tree is None:
+            raise RuntimeError("commit: no tree has been drafted yet, call draft first")
+        path = accept_walk_reference(self.tree, target_tokens, self._draft_length)
+        status = commit_kv_reference(kv_pool, block_table, prefix_lengths, path.accept_slots, path.accept_count)
+        return path._replace(status=path.status | status)
+
+
+class DecodeStep:
+    """The step on the device, over buffers made once: no host copy, allocation or synchronisation between stages.
+
+    Every argument is a device array, every result one of the step's own buffers, in flight on the stream and
+    overwritten by the next round. Shapes are fixed, contents are free: each round may bring other prefixes and trees.
+    """
+
+    def __init__(self, batch: int, draft_length: int, vocab: int, budget: int, k: int | None = None) -> None:
+        """Make the buffers for B = `batch` requests, L = `draft_length` depths, V = `vocab`, N = `budget` + 1 slots."""
+        self.batch = check_integer("batch", batch, 1, 2**31 - 1)
+        self.draft_length = check_integer("draft_length", draft_length, 0, 64)
+        self.vocab = check_integer("vocab", vocab, 1, 2**31 - 1)
+        self.budget = check_integer("budget", budget, 0, MAX_BUDGET)
+        self.k = min(_candidates_for(self.budget, k), self.vocab)
+
+        candidates, path, slots = (batch, draft_length, self.k), (batch, draft_length + 1), (batch, self.budget + 1)
+        self.log_probs = cuda.device_array(candidates, np.float32)
+        """[B, L, K] float32: the drafter's best log-probabilities of each depth."""
+        self.token_ids = cuda.device_array(candidates, np.int32)
+        """[B, L, K] int32: their tokens."""
+        self.tree = DraftTree(*(cuda.to_device(field) for field in empty_tree(batch, self.budget)))
+        """The draft tree of the round."""
+        self.positions = cuda.device_array(slots, np.int32)
+        """[B, N] int32: position of each node in its sequence."""
+        self.tree_status = cuda.device_array(batch, np.int32)
+        """[B] int32: what the bitmask stage found, 0 when whole."""
+        self.path = AcceptedPath(
+            accept_slots=cuda.device_array(path, np.int32),
+            accept_tokens=cuda.device_array(path, np.int32),
+            accept_count=cuda.device_array(batch, np.int32),
+            status=cuda.device_array(batch, np.int32),
+        )
+        """The accepted path of the round."""
+        self.commit_status = cuda.device_array(batch, np.int32)
+        """[B] int32: what the commit stage found, 0 when every row moved."""
+
+    def draft(self, logits: Any, root_tokens: Any, prefix_lengths: Any, stream: Any = None) -> tuple[DraftTree, Any]:
+        """Return (tree, positions), the step's own buffers, as `DecodeStepReference.draft` defines them.
+
+        `logits` [B, L, V], `root_tokens` [B] int32, `prefix_lengths` [B] int32: device arrays.
+        """
+        arrays = {"logits": logits, "root_tokens": root_tokens, "prefix_lengths": prefix_lengths}
+        logits, root_tokens, prefix_lengths = _on_device(arrays)
+        check = ArrayCheck(B=self.batch, L=self.draft_length, V=self.vocab)
+        check("logits", logits, "B L V", (np.float32, np.float16, np.uint16))
+        check("root_tokens", root_tokens, "B", (np.int32,))
+        check("prefix_lengths", prefix_lengths, "B", (np.int32,))
+        top_candidates(logits, self.k, out=(self.log_probs, self.token_ids), stream=stream)
+        build_tree(self.log_probs, self.token_ids, root_tokens, self.budget, out=self.tree, stream=stream)
+        ancestor_bitmask(
+            self.tree.parents,
+            self.tree.node_count,
+            out=(self.tree.ancestor_bits, self.tree_status),
+            stream=stream,
+        )
+        positions(self.tree.depths, prefix_lengths, out=self.positions, stream=stream)
+        return self.tree, self.positions
+
+    def commit(
+        self, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any, stream: Any = None
+    ) -> AcceptedPath:
+        """Walk the round's tree, move the accepted rows, advance the lengths; return the step's own path buffers.
+
+        `target_tokens` [B, N] int32, `kv_pool` [layers, pages, page_size, D] and `prefix_lengths` [B] int32 (both
+        changed in place), `block_table` [B, max_pages] int32: device arrays.
+        """
+        arrays = {
+            "target_tokens": target_tokens,
+            "kv_pool": kv_pool,
+            "block_table": block_table,
+            "prefix_lengths": prefix_lengths,
+        }
+        target_tokens, kv_pool, block_table, prefix_lengths = _on_device(arrays)
+        accept_walk(self.tree, target_tokens, self.draft_length, out=self.path, stream=stream)
+        commit_kv(
+            kv_pool,
+            block_table,
+            prefix_lengths,
+            self.path.accept_slots,
+            self.path.accept_count,
+            out=self.commit_status,
+            stream=stream,
+        )
+        return self.path
+
+
+def _on_device(arrays: dict[str, Any]) -> list[Any]:
+    for name, array in arrays.items():
+        if not is_device_array(array):
+            raise TypeError(f"{name}: got {type(array).__name__}, needs a device array (DecodeStepReference takes NumPy)")
+    return [as_device(array) for array in arrays.values()]
