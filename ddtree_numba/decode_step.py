@@ -47,6 +47,9 @@ class DecodeStepReference:
         self.budget = check_integer("budget", budget, 0, MAX_BUDGET)
         self.k = _candidates_for(self.budget, k)
         self.tree: DraftTree | None = None
+        """The draft tree of the round."""
+        self.tree_status = self.commit_status = np.zeros(0, np.int32)
+        """[B] int32 each: what the bitmask and the commit stage found, 0 when all is well."""
         self._draft_length = 0
 
     def draft(
@@ -59,7 +62,7 @@ class DecodeStepReference:
         """
         log_probs, token_ids = top_candidates_reference(logits, self.k)
         tree = build_tree_reference(log_probs, token_ids, root_tokens, self.budget)
-        bits, _ = ancestor_bitmask_reference(tree.parents, tree.node_count)
+        bits, self.tree_status = ancestor_bitmask_reference(tree.parents, tree.node_count)
         self.tree = tree._replace(ancestor_bits=bits)
         self._draft_length = logits.shape[1]
         return self.tree, positions_reference(tree.depths, prefix_lengths)
@@ -75,8 +78,10 @@ class DecodeStepReference:
         if self.tree is None:
             raise RuntimeError("commit: no tree has been drafted yet, call draft first")
         path = accept_walk_reference(self.tree, target_tokens, self._draft_length)
-        status = commit_kv_reference(kv_pool, block_table, prefix_lengths, path.accept_slots, path.accept_count)
-        return path._replace(status=path.status | status)
+        self.commit_status = commit_kv_reference(
+            kv_pool, block_table, prefix_lengths, path.accept_slots, path.accept_count
+        )
+        return path
 
 
 class DecodeStep:
