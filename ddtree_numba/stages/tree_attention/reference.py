@@ -109,13 +109,13 @@ def _attend(
     used, heads, width = q.shape
     prefix = len(keys) - used
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        scores = (q.reshape(-1, width) @ keys.T).reshape(used, heads, len(keys))
-        scores *= scale
+        scores = ((scale * q).reshape(-1, width) @ keys.T).reshape(used, heads, len(keys))
         np.copyto(scores[:, :, prefix:], -np.inf, where=~in_tree[:, None, :])
 
         largest = scores.max(axis=2)
         shift = np.where(largest == -np.inf, 0.0, largest)  # nothing visible: -inf - -inf would be NaN
-        weights = np.exp(np.subtract(scores, shift[:, :, None], out=scores), out=scores)
+        scores -= shift[:, :, None]
+        weights = np.exp(scores, out=scores)
         total = weights.sum(axis=2)
         out = _weighted_sum(weights, keys[:, :latent_width]) / np.where(total == 0.0, 1.0, total)[:, :, None]
         return out, shift + np.log(total)
