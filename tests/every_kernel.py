@@ -1,0 +1,111 @@
+"""One small launch of every kernel, each compared with its reference: what compute-sanitizer is run over.
+
+``compute-sanitizer --tool memcheck python -m tests.every_kernel``, and the same with ``--tool racecheck``. The sizes
+are ragged and cross a mask word, so that a wrong bound shows; they are small because a sanitizer is slow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ddtree_numba.backend import describe
+from ddtree_numba.bfloat16 import to_bfloat16
+from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
+from ddtree_numba.draft_tree import check_tree, random_tree
+from ddtree_numba.stages.accept_walk import accept_walk, accept_walk_reference
+from ddtree_numba.stages.ancestor_bitmask import (
+    ancestor_bitmask,
+    ancestor_bitmask_reference,
+    positions,
+    positions_reference,
+)
+from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
+from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
+from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
+from ddtree_numba.stages.tree_attention import VERSIONS, tree_attention, tree_attention_reference
+from tests.helpers import assert_same, on_device, on_host
+from tests.target_tokens import random_target_tokens
+
+
+def candidates(rng: np.random.Generator) -> None:
+    for vocab in (1, 33, 1000):
+        logits = np.round(rng.normal(size=(2, 3, vocab)) * 4).astype(np.float32) / 4
+        logits[0, 0, vocab // 2] = np.nan
+        for values in (logits, logits.astype(np.float16), to_bfloat16(logits)):
+            got, expected = top_candidates(values, 9), top_candidates_reference(values, 9)
+            np.testing.assert_array_equal(got[1], expected[1])
+            np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+
+
+def trees(rng: np.random.Generator) -> None:
+    lp = -np.sort(np.round(rng.random((3, 6, 7)) * 8) / 4).astype(np.float32)
+    ids = np.argsort(rng.random((3, 6, 50)))[..., :7].astype(np.int32)
+    roots = rng.integers(50, size=3).astype(np.int32)
+    for budget in (0, 1, 40):
+        tree = build_tree(lp, ids, roots, budget)
+        assert_same(tree, build_tree_reference(lp, ids, roots, budget))
+        got = ancestor_bitmask(tree.parents, tree.node_count)
+        assert_same(got, ancestor_bitmask_reference(tree.parents, tree.node_count))
+        check_tree(tree._replace(ancestor_bits=got[0]))
+        prefix = rng.integers(100, size=3).astype(np.int32)
+        assert_same((positions(tree.depths, prefix),), (positions_reference(tree.depths, prefix),))
+
+
+def attention(rng: np.random.Generator) -> None:
+    for latent, rope, heads in ((512, 64, 3), (64, 16, 8)):
+        tree = random_tree(rng, batch=2, budget=33)
+        prefix = np.array([5, 70], np.int32)
+        table = rng.permutation(14).reshape(2, 7).astype(np.int32)
+        pool = rng.normal(size=(14, 16, latent + rope)).astype(np.float32)
+        q = rng.normal(size=(2, 34, heads, latent + rope)).astype(np.float32)
+        scale = 1 / np.sqrt(latent + rope)
+        for narrow in (lambda x: x, lambda x: x.astype(np.float16), to_bfloat16):
+            inputs = (narrow(q), narrow(pool), table, prefix, tree.ancestor_bits, tree.node_count, scale)
+            expected = tree_attention_reference(*inputs, latent_width=latent)
+            for version in VERSIONS:
+                got = tree_attention(*inputs, latent_width=latent, version=version)
+                for a, b in zip(got, expected, strict=True):
+                    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def walk_and_commit(rng: np.random.Generator) -> None:
+    tree = random_tree(rng, batch=3, budget=40)
+    targets = random_target_tokens(rng, tree, 1000)
+    path = accept_walk_reference(tree, targets, 20)
+    assert_same(accept_walk(tree, targets, 20), path)
+    broken = tree._replace(next_sibling=rng.integers(-50, 50, tree.parents.shape).astype(np.int32))
+    assert_same(accept_walk(broken, targets, 20), accept_walk_reference(broken, targets, 20))
+    for dtype in (np.uint16, np.float32):
+        pool = rng.integers(1000, size=(2, 30, 16, 37)).astype(dtype)
+        table, prefix = rng.permutation(30).reshape(3, 10).astype(np.int32), np.array([0, 15, 100], np.int32)
+        got = (pool.copy(), prefix.copy())
+        status = commit_kv(got[0], table, got[1], path.accept_slots, path.accept_count)
+        expected = commit_kv_reference(pool, table, prefix, path.accept_slots, path.accept_count)
+        assert_same((*got, status), (pool, prefix, expected))
+
+
+def whole_step(rng: np.random.Generator) -> None:
+    step, twin = DecodeStep(2, 5, 60, 36), DecodeStepReference(36)
+    logits = np.round(rng.normal(size=(2, 5, 60)) * 4).astype(np.float32)
+    roots, prefix = np.array([3, 4], np.int32), np.array([0, 17], np.int32)
+    got, _ = step.draft(*on_device((logits, roots, prefix)))
+    expected, _ = twin.draft(logits, roots, prefix)
+    np.testing.assert_array_equal(got.ancestor_bits.copy_to_host(), expected.ancestor_bits)
+    targets = random_target_tokens(rng, expected, 60)
+    cache = (targets, rng.random((2, 10, 16, 8), np.float32), np.arange(10, dtype=np.int32).reshape(2, 5), prefix)
+    on_card = on_device(cache)
+    assert_same(on_host(step.commit(*on_card)), twin.commit(*cache))
+    assert_same(on_host(on_card), cache)
+
+
+def main() -> None:
+    """Run all; an assertion that fails ends it."""
+    print(describe(), flush=True)
+    rng = np.random.default_rng()
+    for part in (candidates, trees, attention, walk_and_commit, whole_step):
+        part(rng)
+        print(f"{part.__name__}: equal to the references", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The chained step: equal to its twin, lossless over many rounds, and without a hand from the host in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ddtree_numba.backend import cuda
+from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
+from ddtree_numba.draft_tree import check_tree
+from tests.helpers import assert_same, on_device, on_host
+from tests.target_tokens import random_target_tokens
+
+VOCAB, DEPTHS, BUDGET, PAGE = 11, 4, 9, 4
+
+
+class Toy:
+    """A deterministic language model without weights, whose KV row of a token is (token, position).
+
+    After each commit the cache must hold exactly the emitted sequence, so a lost, doubled or misplaced row shows.
+    """
+
+    def __init__(self, rng: np.random.Generator, batch: int, max_length: int = 64) -> None:
+        self.rng = rng
+        self.rule = rng.integers(VOCAB, size=(VOCAB, VOCAB))
+        pages = -(-max_length // PAGE)
+        table = rng.permutation(batch * pages).reshape(batch, pages)
+        self.block_table = table.astype(np.int32)
+        self.kv_pool = np.full((2, batch * pages, PAGE, 2), -7, np.float32)
+        self.prefix_lengths = rng.integers(1, 6, batch).astype(np.int32)
+        self.sequences = [rng.integers(VOCAB, size=n + 1).tolist() for n in self.prefix_lengths]
+        for request in range(batch):
+            for position, token in enumerate(self.sequences[request][:-1]):
+                self.write_row(request, position, token, position)
+
+    def row_address(self, request: int, row: int) -> tuple[int, int]:
+        return int(self.block_table[request, row // PAGE]), row % PAGE
+
+    def write_row(self, request: int, row: int, token: int, position: int) -> None:
+        self.kv_pool[(slice(None), *self.row_address(request, row))] = token, position
+
+    def next_token(self, sequence: list[int]) -> int:
+        return int(self.rule[sequence[-1], sequence[-2] if len(sequence) > 1 else 0])
+
+    def greedy(self, sequence: list[int], count: int) -> list[int]:
+        for _ in range(count):
+            sequence = [*sequence, self.next_token(sequence)]
+        return sequence
+
+    def draft_logits(self) -> np.ndarray:
+        """Logits of a drafter that knows the target, with so much noise that it is often wrong."""
+        logits = self.rng.normal(size=(len(self.sequences), DEPTHS, VOCAB)).astype(np.float32)
+        for request, sequence in enumerate(self.sequences):
+            for depth, token in enumerate(self.greedy(sequence, DEPTHS)[-DEPTHS:]):
+                logits[request, depth, token] += 2.0
+        return logits
+
+    def verify(self, tree, positions) -> np.ndarray:
+        """Write every node's KV row behind the prefix; return the target's token at each node."""
+        targets = self.rng.integers(VOCAB, size=tree.token_ids.shape).astype(np.int32)
+        for request, sequence in enumerate(self.sequences):
+            for slot in range(tree.node_count[request]):
+                token, position = tree.token_ids[request, slot], positions[request, slot]
+                self.write_row(request, self.prefix_lengths[request] + slot, token, position)
+                path, at = [], slot
+                while at > 0:
+                    path.insert(0, int(tree.token_ids[request, at]))
+                    at = tree.parents[request, at]
+                targets[request, slot] = self.next_token(sequence + path)
+        return targets
+
+    def emit(self, path) -> None:
+        for request, sequence in enumerate(self.sequences):
+            sequence.extend(path.accept_tokens[request, : path.accept_count[request]].tolist())
+
+    def assert_cache_is_the_sequence(self) -> None:
+        for request, sequence in enumerate(self.sequences):
+            assert self.prefix_lengths[request] == len(sequence) - 1
+            rows = [self.kv_pool[(0, *self.row_address(request, r))].tolist() for r in range(len(sequence) - 1)]
+            assert rows == [[token, position] for position, token in enumerate(sequence[:-1])]
+        np.testing.assert_array_equal(self.kv_pool[0], self.kv_pool[1])
+
+    def roots(self) -> np.ndarray:
+        return np.array([sequence[-1] for sequence in self.sequences], np.int32)
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["reference", "device"])
+def test_rounds_emit_what_plain_greedy_decoding_emits(rng, device):
+    batch, rounds = 2, 6
+    toy = Toy(rng, batch)
+    starts = [list(sequence) for sequence in toy.sequences]
+    step = DecodeStep(batch, DEPTHS, VOCAB, BUDGET) if device else DecodeStepReference(BUDGET)
+    accepted = 0
+    for _ in range(rounds):
+        inputs = (toy.draft_logits(), toy.roots(), toy.prefix_lengths)
+        tree, positions = step.draft(*(on_device(inputs) if device else inputs))
+        if device:
+            tree, (positions,) = on_host(tree), on_host((positions,))
+        check_tree(tree)
+        cache = (toy.verify(tree, positions), toy.kv_pool, toy.block_table, toy.prefix_lengths)
+        if device:
+            cache = on_device(cache)
+        path = step.commit(*cache)
+        if device:
+            path = on_host(path)
+            _, toy.kv_pool, _, toy.prefix_lengths = on_host(cache)
+        assert not path.status.any()
+        toy.emit(path)
+        toy.assert_cache_is_the_sequence()
+        accepted += int(path.accept_count.sum()) - batch
+    assert toy.sequences == [toy.greedy(start, len(s) - len(start)) for start, s in zip(starts, toy.sequences)]
+    assert accepted > 0, "the drafter never guessed right: this test has shown nothing of the commit"
+
+
+@pytest.mark.parametrize("k", [None, 1, 3])
+def test_the_device_chain_equals_its_twin(rng, k):
+    batch = 3
+    step, twin = DecodeStep(batch, DEPTHS, VOCAB, BUDGET, k), DecodeStepReference(BUDGET, k)
+    for _ in range(2):  # the second round runs over the first one's leftovers
+        logits = np.round(rng.normal(size=(batch, DEPTHS, VOCAB)) * 2).astype(np.float32)  # rounded: ties
+        roots = rng.integers(VOCAB, size=batch).astype(np.int32)
+        prefix = rng.integers(0, 20, batch).astype(np.int32)
+        tree, positions = step.draft(*on_device((logits, roots, prefix)))
+        expected_tree, expected_positions = twin.draft(logits, roots, prefix)
+        tree = on_host(tree)
+        np.testing.assert_array_equal(tree.token_ids, expected_tree.token_ids)
+        np.testing.assert_allclose(tree.log_probs, expected_tree.log_probs, rtol=1e-5)
+        assert_same(tree._replace(log_probs=expected_tree.log_probs), expected_tree)
+        assert_same(on_host((positions,)), (expected_positions,))
+
+        targets = random_target_tokens(rng, expected_tree, VOCAB)
+        pool = rng.random((2, 40, PAGE, 3), np.float32)
+        table = rng.permutation(39)[: 3 * 13].reshape(3, 13).astype(np.int32)
+        cache = on_device((targets, pool, table, prefix))
+        path = on_host(step.commit(*cache))
+        assert_same(path, twin.commit(targets, pool, table, prefix))
+        assert_same(on_host(cache), (targets, pool, table, prefix))
+        assert_same(on_host((step.tree_status, step.commit_status)), (twin.tree_status, twin.commit_status))
+
+
+def test_no_copy_no_allocation_and_no_wait_between_the_stages(rng, monkeypatch):
+    step = DecodeStep(1, DEPTHS, VOCAB, BUDGET)
+    inputs = on_device((rng.random((1, DEPTHS, VOCAB), np.float32), np.zeros(1, np.int32), np.ones(1, np.int32)))
+    pool = on_device((np.ones((1, 5, PAGE, 2), np.float32), np.arange(5, dtype=np.int32)[None], np.ones(1, np.int32)))
+    (targets,) = on_device((np.zeros((1, BUDGET + 1), np.int32),))
+
+    def forbidden(name):
+        def call(*args, **kwargs):
+            raise AssertionError(f"{name} was called between the stages")
+
+        return call
+
+    for name in ("to_device", "device_array", "device_array_like", "synchronize", "as_cuda_array"):
+        monkeypatch.setattr(cuda, name, forbidden(name), raising=False)
+    monkeypatch.setattr(type(targets), "copy_to_host", forbidden("copy_to_host"))
+    tree, _ = step.draft(*inputs)
+    path = step.commit(targets, *pool)
+    assert tree is step.tree
+    assert path is step.path
+
+
+def test_wrong_arguments_are_named(rng):
+    step = DecodeStep(2, DEPTHS, VOCAB, BUDGET)
+    logits, roots, prefix = rng.random((2, DEPTHS, VOCAB), np.float32), np.zeros(2, np.int32), np.zeros(2, np.int32)
+    with pytest.raises(TypeError, match=r"logits: got ndarray, needs a device array \(DecodeStepReference takes NumPy"):
+        step.draft(logits, roots, prefix)
+    with pytest.raises(ValueError, match=r"logits: got shape \(2, 4, 10\), needs \[B, L, V\] with B=2, L=4, V=11"):
+        step.draft(*on_device((logits[..., :10], roots, prefix)))
+    with pytest.raises(ValueError, match=r"root_tokens: got shape \(3,\), needs \[B\] with B=2"):
+        step.draft(*on_device((logits, np.zeros(3, np.int32), prefix)))
+    with pytest.raises(RuntimeError, match="commit: no tree has been drafted yet"):
+        DecodeStepReference(3).commit(roots, logits, roots, prefix)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": 0}, "batch: got 0, needs a whole number from 1"),
+        ({"draft_length": 65}, "draft_length: got 65, needs a whole number from 0 to 64"),
+        ({"vocab": 0}, "vocab: got 0, needs a whole number from 1"),
+        ({"budget": 1025}, "budget: got 1025, needs a whole number from 0 to 1024"),
+        ({"k": 0}, "k: got 0, needs a whole number from 1"),
+    ],
+)
+def test_wrong_sizes_are_named(arguments, message):
+    sizes = {"batch": 1, "draft_length": 4, "vocab": 8, "budget": 3} | arguments
+    with pytest.raises(ValueError, match=message):
+        DecodeStep(**sizes)
