@@ -112,6 +112,21 @@ import numba.cuda as _numba_cuda  # noqa: E402  (the decision above must come fi
 cuda: Any = _numba_cuda
 """`numba.cuda`, on the GPU or simulated. (Typed as Any: inside a kernel its names mean the device's, not Python's.)"""
 
+if not ON_GPU:
+    from numba.cuda.simulator.kernel import _get_kernel_context
+
+    def _of_running_kernel(name: str) -> Any:
+        kernel = _get_kernel_context()
+        if kernel is None:
+            raise AttributeError(f"module 'numba.cuda' has no attribute {name!r}")
+        return getattr(kernel, name)
+
+    # The simulator gives a device function its threadIdx, barriers and so on by replacing the name `cuda` in that
+    # function's module while a thread is inside. All threads of a block share the module, and one on its way out
+    # takes the replacement from one that has just come in: "module 'numba.cuda' has no attribute 'threadIdx'", now
+    # and then. With this, the module that they fall back on knows those names too.
+    cuda.__getattr__ = _of_running_kernel
+
 
 def block_threads(gpu: int, simulator: int = 8) -> int:
     """Return the threads of a block: `gpu` on a GPU, `simulator` where each thread is a Python thread.

@@ -173,5 +173,7 @@ class DecodeStep:
 def _on_device(arrays: dict[str, Any]) -> list[Any]:
     for name, array in arrays.items():
         if not is_device_array(array):
-            raise TypeError(f"{name}: got {type(array).__name__}, needs a device array (DecodeStepReference takes NumPy)")
+            raise TypeError(
+                f"{name}: got {type(array).__name__}, needs a device array (DecodeStepReference takes NumPy)"
+            )
     return [as_device(array) for array in arrays.values()]

@@ -22,9 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not ON_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(
-                    pytest.mark.skip(reason="needs a GPU: the size is out of the simulator's reach")
-                )
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: the size is out of the simulator's reach"))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -37,9 +35,7 @@ _ran = [0]
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.config.getoption("--require-gpu") and (not ON_GPU or _ran[0] == 0):
-        print(
-            f"\n--require-gpu: {_ran[0]} GPU tests have run on {describe()}: that proves nothing", flush=True
-        )
+        print(f"\n--require-gpu: {_ran[0]} GPU tests have run on {describe()}: that proves nothing", flush=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

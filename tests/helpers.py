@@ -40,3 +40,12 @@ def assert_same(got, expected) -> None:
     for name, a, b in zip(names, got, expected, strict=True):
         assert a.dtype == b.dtype, f"{name}: {a.dtype} is not {b.dtype}"
         np.testing.assert_array_equal(a, b, err_msg=str(name), strict=True)
+
+
+@cuda.jit(device=True)
+def thread_after_two_barriers():
+    """Return the thread's index; a device function in another module than the kernel that calls it."""
+    cuda.syncthreads()
+    index = cuda.threadIdx.x
+    cuda.syncthreads()
+    return index

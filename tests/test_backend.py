@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from ddtree_numba.backend import BACKEND, ON_GPU, as_stream, block_threads, describe, is_device_array
+from ddtree_numba.backend import BACKEND, ON_GPU, as_stream, block_threads, cuda, describe, is_device_array
+from tests.helpers import poisoned, thread_after_two_barriers
 
 FAKE_DRIVER = """
 import ctypes, sys
@@ -99,3 +101,21 @@ def test_what_this_process_says_of_itself(rng):
     assert block_threads(128) == (128 if ON_GPU else 8)
     assert not is_device_array(rng.random(3))
     assert as_stream(None) == 0
+
+
+@cuda.jit
+def threads_kernel(indices):
+    for _ in range(4):
+        index = thread_after_two_barriers()
+    indices[cuda.threadIdx.x] = index
+
+
+def test_a_device_function_of_another_module_knows_its_thread():
+    for _ in range(10):  # in the simulator, threads that enter and leave it at once used to lose `threadIdx`
+        indices = cuda.to_device(poisoned(8, np.int32))
+        threads_kernel[1, 8](indices)
+        np.testing.assert_array_equal(indices.copy_to_host(), np.arange(8))
+
+
+def test_a_name_that_cuda_does_not_have_is_still_missing():
+    assert not hasattr(cuda, "no_such_name")
