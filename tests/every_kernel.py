@@ -7,12 +7,13 @@ are ragged and cross a mask word, so that a wrong bound shows; they are small be
 from __future__ import annotations
 
 import numpy as np
+from ddtree_numba.stages.accept_walk import accept_walk, accept_walk_reference
+from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
 
 from ddtree_numba.backend import describe
 from ddtree_numba.bfloat16 import to_bfloat16
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
 from ddtree_numba.draft_tree import check_tree, random_tree
-from ddtree_numba.stages.accept_walk import accept_walk, accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import (
     ancestor_bitmask,
     ancestor_bitmask_reference,
@@ -20,7 +21,6 @@ from ddtree_numba.stages.ancestor_bitmask import (
     positions_reference,
 )
 from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
-from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
 from ddtree_numba.stages.tree_attention import VERSIONS, tree_attention, tree_attention_reference
 from tests.helpers import assert_same, on_device, on_host

@@ -108,7 +108,7 @@ def test_rounds_emit_what_plain_greedy_decoding_emits(rng, device):
         toy.emit(path)
         toy.assert_cache_is_the_sequence()
         accepted += int(path.accept_count.sum()) - batch
-    assert toy.sequences == [toy.greedy(start, len(s) - len(start)) for start, s in zip(starts, toy.sequences)]
+    assert toy.sequences == [toy.greedy(start, len(s) - len(start)) for start, s in zip(starts, toy.sequences, strict=True)]
     assert accepted > 0, "the drafter never guessed right: this test has shown nothing of the commit"
 
 
