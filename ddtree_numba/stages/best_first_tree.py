@@ -93,6 +93,18 @@ def _log_prob(log_probs, b, depth, rank):
     return value if math.isfinite(value) else -np.inf
 
 
+# The kernel needs no heap: the children of a slot become nodes in the order of their ranks, so every slot *offers* one
+# child at a time, and the frontier is an array with one entry a slot.
+#
+# Nor does it compare rank paths: `turn` orders the slots so that of two offers, the one with the smaller path has the
+# smaller turn. Why the update below keeps this true. Let the offer of `parent`, path X, become `slot`. Then `slot`
+# offers X + (0,) and `parent` the next sibling X'. Any other offer Y is no prefix of X (those are nodes) and no
+# extension of X (it has none yet), so Y and X differ at some rank, and Y compares with X + (0,) as with X. It compares
+# so with X' too: should Y and X differ at the last rank of X, then Y goes through an earlier child of `parent`, as
+# later ones are no nodes yet, and comes before both. And X + (0,) comes before X'. So `slot` takes the turn of
+# `parent`, and `parent` and all behind it go one back.
+
+
 @cuda.jit
 def build_tree_kernel(log_probs, token_ids, root_tokens, tree):
     """Grow the tree of one request in each block, in thread 0; the others help to clear the outputs.
@@ -103,16 +115,6 @@ def build_tree_kernel(log_probs, token_ids, root_tokens, tree):
 
     Launch: grid B, block of any size, 20.5 KB of static shared memory.
     Needs: 1 <= N <= 1025.
-
-    The heap of the paper is not needed. Children of a slot become nodes in the order of their ranks, so a slot *offers*
-    one child at a time, and the frontier is an array with one offer for each slot.
-
-    Equal scores. `turn` orders the slots so that of two offers the smaller rank path has the smaller turn. Let the
-    offer of `parent`, path X, become `slot`. Then `slot` offers X + (0,) and `parent` the next sibling X'. Any other
-    offer Y is neither a prefix of X (those are nodes) nor an extension (X was none until now), so Y and X differ at
-    some rank, and Y compares with X + (0,) as with X. It compares so with X' too: where only the last rank of X
-    differs, Y goes through an earlier child of `parent`, for later ones are no nodes yet, and both X and X' come after it.
-    So `slot` takes the turn of `parent`, and `parent` and all behind it go one back.
     """
     offer_score = cuda.shared.array(_MAX_SLOTS, np.float64)  # path score of the child that a slot offers; -inf: none
     offer_rank = cuda.shared.array(_MAX_SLOTS, np.int32)

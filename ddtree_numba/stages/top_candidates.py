@@ -119,9 +119,7 @@ def top_candidates_kernel(logits, is_bfloat16, log_probs, token_ids):
             value, token = _best_behind(logits, b, depth, best_value, best_token, is_bfloat16)
 
 
-def top_candidates(
-    logits: Any, k: int, *, out: tuple[Any, Any] | None = None, stream: Any = None
-) -> tuple[Any, Any]:
+def top_candidates(logits: Any, k: int, *, out: tuple[Any, Any] | None = None, stream: Any = None) -> tuple[Any, Any]:
     """Return what `top_candidates_reference` defines, computed by `top_candidates_kernel`.
 
     A NumPy array is copied in and the results come back as NumPy; a device array stays on the device. `out` is
