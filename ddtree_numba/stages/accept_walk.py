@@ -23,9 +23,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddtree_numba.draft_tree import STATUS_BROKEN_LINK, STATUS_OK, STATUS_TOO_DEEP, DraftTree
+from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
+from ddtree_numba.backend import block_threads, cuda
+from ddtree_numba.draft_tree import (
+    MAX_BUDGET,
+    STATUS_BROKEN_LINK,
+    STATUS_OK,
+    STATUS_TOO_DEEP,
+    DraftTree,
+    check_tree_arrays,
+)
 
-__all__ = ["AcceptedPath", "accept_walk_reference"]
+__all__ = ["AcceptedPath", "accept_walk", "accept_walk_kernel", "accept_walk_reference"]
 
 
 class AcceptedPath(NamedTuple):
@@ -41,9 +50,7 @@ class AcceptedPath(NamedTuple):
     """[B] int32: `STATUS_OK`, or the bits `STATUS_BROKEN_LINK` and `STATUS_TOO_DEEP`."""
 
 
-def accept_walk_reference(
-    tree: DraftTree, target_tokens: np.ndarray, draft_length: int | None = None
-) -> AcceptedPath:
+def accept_walk_reference(tree: DraftTree, target_tokens: np.ndarray, draft_length: int | None = None) -> AcceptedPath:
     """Return the accepted path of every request's `tree` under `target_tokens` [B, N] int32.
 
     `draft_length` is L, N - 1 when None; a path that wants to go deeper stops there with `STATUS_TOO_DEEP`.
@@ -103,3 +110,96 @@ def _walk(
         if len(visited) > length:
             return visited, status | STATUS_TOO_DEEP
         visited.append(child)
+
+
+@cuda.jit
+def accept_walk_kernel(tree, target_tokens, path):
+    """Walk the tree of one request in each thread.
+
+    tree (DraftTree, N slots): token_ids, first_child, next_sibling and node_count are read.
+    target_tokens (B, N int32): the target's token at every slot; read at slots of the path only.
+    path (AcceptedPath, L + 1 columns): all of it is written.
+
+    Launch: enough threads for B, in blocks of any size, no shared memory. A walk is a chain of dependent loads that
+    only other requests' walks can hide, so there is nothing for a second thread of a request to do.
+    Needs: L >= 0.
+    """
+    b = cuda.grid(1)
+    if b >= target_tokens.shape[0]:
+        return
+    slots, columns = target_tokens.shape[1], path.accept_slots.shape[1]
+    count, status = tree.node_count[b], STATUS_OK
+    if count < 1 or count > slots:
+        count, status = min(max(count, 1), slots), STATUS_BROKEN_LINK
+
+    node, accepted, looked_at = 0, 0, 0
+    walking = True
+    while walking:
+        # A child that matches holds the target's token, and without one that token is the bonus: it is emitted here
+        # in either case.
+        target = target_tokens[b, node]
+        path.accept_slots[b, accepted] = node
+        path.accept_tokens[b, accepted] = target
+        accepted += 1
+
+        walking = False
+        child = tree.first_child[b, node]
+        while child != -1:
+            # Every turn of this loop looks at one more node, and the last clause allows each below the root one look:
+            # whatever the links are, the walk ends.
+            if child <= node or child >= count or looked_at == count - 1:
+                status |= STATUS_BROKEN_LINK
+                break
+            looked_at += 1
+            if tree.token_ids[b, child] == target:
+                if accepted == columns:
+                    status |= STATUS_TOO_DEEP
+                else:
+                    node = child
+                    walking = True
+                break
+            child = tree.next_sibling[b, child]
+
+    path.accept_count[b] = accepted
+    path.status[b] = status
+    for column in range(accepted, columns):
+        path.accept_slots[b, column] = -1
+        path.accept_tokens[b, column] = -1
+
+
+def accept_walk(
+    tree: DraftTree,
+    target_tokens: Any,
+    draft_length: int | None = None,
+    *,
+    out: AcceptedPath | None = None,
+    stream: Any = None,
+) -> AcceptedPath:
+    """Return what `accept_walk_reference` defines, computed by `accept_walk_kernel`.
+
+    NumPy arrays are copied in and come back as NumPy; device arrays stay on the device. `out` is an `AcceptedPath` of
+    L + 1 columns to write into, `stream` the stream to launch on.
+    """
+    if not isinstance(tree, DraftTree):
+        raise TypeError(f"tree: got {type(tree).__name__}, needs a DraftTree")
+    if out is not None and not isinstance(out, AcceptedPath):
+        raise TypeError(f"out: got {type(out).__name__}, needs an AcceptedPath")
+    check = ArrayCheck()
+    batch, slots = check_tree_arrays(tree, check)
+    check("target_tokens", target_tokens, "B N", (np.int32,))
+    check_integer("B of tree", batch, 1, 2**31 - 1)
+    length = slots - 1 if draft_length is None else check_integer("draft_length", draft_length, 0, MAX_BUDGET)
+
+    inputs = {f"tree.{name}": array for name, array in tree._asdict().items()}
+    transfer = Transfer(stream, {**inputs, "target_tokens": target_tokens})
+    shapes = {"accept_slots": (batch, length + 1), "accept_tokens": (batch, length + 1)}
+    path = AcceptedPath(
+        *(
+            transfer.output(name, getattr(out, name, None), shapes.get(name, (batch,)), np.int32)
+            for name in AcceptedPath._fields
+        )
+    )
+    threads = block_threads(32, simulator=8)
+    launch = accept_walk_kernel[-(-batch // threads), threads, transfer.stream]
+    launch(DraftTree(*map(transfer.input, tree)), transfer.input(target_tokens), path)
+    return AcceptedPath(*transfer.finish(*path))
