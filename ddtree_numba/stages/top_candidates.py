@@ -140,6 +140,6 @@ def top_candidates(logits: Any, k: int, *, out: tuple[Any, Any] | None = None, s
     token_ids = transfer.output("token_ids", given_token_ids, shape, np.int32)
     if depths > 0:  # a grid of no blocks is an error
         device_logits, is_bfloat16 = transfer.input(logits), np.int32(logits.dtype == np.uint16)
-        launch = top_candidates_kernel[batch * depths, block_threads(256, simulator=2), transfer.stream]
+        launch = top_candidates_kernel[batch * depths, block_threads(512, simulator=2), transfer.stream]
         launch(device_logits, is_bfloat16, log_probs, token_ids)
     return transfer.finish(log_probs, token_ids)
