@@ -230,7 +230,16 @@ def test_kernel_equals_the_reference(rng, budget, step):
         check_tree(got, bits=False)
 
 
-def test_kernel_on_nothing_but_ties(rng):
+def test_the_largest_budget(rng):
+    """1024 nodes with ties, where nothing ends early; `turn` moves hundreds of slots."""
+    lp = -np.sort(np.round(rng.exponential(2, (1, 15, 100)) * 4), axis=-1).astype(np.float32) / np.float32(4)
+    ids = np.argsort(rng.random((1, 15, 100)), axis=-1).astype(np.int32)
+    got = build_tree(lp, ids, np.array([5], np.int32), 1024)
+    assert got.node_count.tolist() == [1025]
+    assert_same_bits(got, oracle(lp, ids, [5], 1024))
+
+
+def test_kernel_on_nothing_but_ties():
     """All candidates equal: the order is the tie rule alone."""
     for value in (0.0, -0.5):
         lp = np.full((1, 4, 3), value, np.float32)
