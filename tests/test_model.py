@@ -220,6 +220,20 @@ def test_latent_attention_equals_the_reference(rng, prefix):
         np.testing.assert_allclose(attention(layer, queries), expected[0], atol=5e-5)
 
 
+def test_latent_attention_of_scores_beyond_exp(rng):
+    cache = PagedKVCache(1, 4, 40)
+    cache.reserve(30)
+    cache.prefix_lengths[0] = 22
+    cache.layer(0)[:] = rng.standard_normal((48, 4))
+    bits = chain_bits(8)
+    queries = (500 * rng.standard_normal((8, 3, 4))).astype(np.float32)
+    arrays = queries[None], cache.pool[0], cache.block_table, cache.prefix_lengths, bits, np.array([8], np.int32)
+    expected, lse = tree_attention_reference(*arrays, 0.5, latent_width=3)
+    assert abs(lse).max() > 200  # exp(89) is beyond float32
+    got = LatentAttention(cache, bits, 0.5, 3)(0, queries)
+    np.testing.assert_allclose(got, expected[0], atol=2e-3)
+
+
 def test_cache_takes_pages_as_it_grows():
     cache = PagedKVCache(layers=2, width=3, max_rows=33, page_size=4)
     assert cache.pool.shape == (2, 9, 4, 3) and cache.capacity == 36 and cache.prefix == 0
