@@ -102,7 +102,7 @@ _LeastProbability = Annotated[
     typer.Option(
         "--min-probability",
         metavar="P",
-        help="Leave out nodes less probable than this, which cost more time than they save (NumPy only).",
+        help="Leave nodes less probable than this out of the draft; 0 keeps the whole budget (NumPy only).",
     ),
 ]
 
@@ -174,7 +174,7 @@ def generate(
     ] = None,
     backend: _Backend = "numpy",
     model: _Model = DEFAULT_MODEL,
-    min_probability: _LeastProbability = 0.0,
+    min_probability: _LeastProbability = 0.01,
 ) -> None:
     """Continue PROMPT, streaming the text, and say how fast that was."""
     _one_of("--mode", mode, MODES)

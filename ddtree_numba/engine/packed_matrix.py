@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -192,6 +192,10 @@ def _multiply(panels: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
     """Compile at the first product (a second or so); keep the result on disk for the next process if possible."""
+    if getattr(
+        config, "DISABLE_JIT", False
+    ):  # for a debugger: tiles can't run as Python, and BLAS gives the same but for rounding
+        return lambda panels, x, out: np.matmul(x, panels.swapaxes(1, 2).reshape(-1, x.shape[1]).T, out=out)
     signature = types.void(types.float32[:, :, :], types.float32[:, :], types.float32[:, ::1])
     try:
         return njit(signature, cache=True)(_multiply)
