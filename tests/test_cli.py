@@ -302,10 +302,15 @@ def test_damaged_model_leaves_an_older_result(folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "out.json"]
 
 
-def test_json_into_a_device_does_not_replace_it(folder):
-    done = ddtree("generate", "a", "--max-new-tokens", 2, "--model", folder, "--json", "/dev/null")
+def test_json_into_a_pipe_does_not_replace_it(folder, tmp_path):
+    pipe = tmp_path / "pipe"  # stands for /dev/null and the like
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    done = ddtree("generate", "a", "--max-new-tokens", 2, "--model", folder, "--json", pipe)
     assert done.returncode == 0, done.stderr
-    assert Path("/dev/null").is_char_device()
+    assert pipe.is_fifo()
+    out, _ = reader.communicate(timeout=20)
+    assert json.loads(out)["runs"][0]["new_tokens"] == 2
 
 
 def test_json_file_has_the_usual_rights(folder, tmp_path):
