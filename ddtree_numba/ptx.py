@@ -25,9 +25,9 @@ __all__ = [
     "halves_to_float32",
     "inlined",
     "kernel_for",
+    "larger",
     "largest_bfloat16_pair",
     "largest_float16_pair",
-    "larger",
     "load_16_bytes",
     "warp_max",
     "warp_min",
@@ -38,14 +38,17 @@ inlined: Any = cuda.jit(device=True, forceinline=True) if ON_GPU else cuda.jit(d
 
 
 def kernel_for(threads: int, blocks: int) -> Any:
-    """Return the decorator of a kernel for blocks of `threads`, so few registers that `blocks` share a multiprocessor."""
+    """Return the decorator of a kernel of `threads` a block, `blocks` of which share a multiprocessor's registers."""
     return cuda.jit(launch_bounds=(threads, blocks)) if ON_GPU else cuda.jit
 
 
 if ON_GPU:
     from llvmlite import ir
-    from numba.cuda import types
-    from numba.cuda.extending import intrinsic
+    from numba.cuda import extending as _extending
+    from numba.cuda import types as _types
+
+    intrinsic: Any = _extending.intrinsic
+    types: Any = _types
 
     _U32, _U64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 

@@ -17,6 +17,7 @@ A ladder of kernels with one signature: `reference` defines the answer, `one_thr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from ddtree_numba.stages.best_first_tree.warp import launch_warp
 
 __all__ = ["MAX_DRAFT_LENGTH", "VERSIONS", "best_version", "build_tree", "build_tree_kernel", "build_tree_reference"]
 
-_LAUNCHERS = {"one_thread": launch_one_thread, "warp": launch_warp}
+_LAUNCHERS: dict[str, Callable[..., None]] = {"one_thread": launch_one_thread, "warp": launch_warp}
 
 VERSIONS: tuple[str, ...] = tuple(_LAUNCHERS)
 """The rungs of the ladder, slowest first."""

@@ -32,7 +32,7 @@ from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.draft_tree import STATUS_OK, DraftTree
 from ddtree_numba.ptx import inlined, warp_max, warp_min
 
-__all__ = ["launch_warp", "size_class", "warp_kernels"]
+__all__ = ["launch_draft_tree", "launch_warp", "size_class", "warp_kernels"]
 
 _LANES = 32 if ON_GPU else 1
 _SLOT_BITS = np.uint32(11)  # 1025 slots
@@ -286,3 +286,20 @@ def launch_warp(log_probs: Any, token_ids: Any, root_tokens: Any, tree: DraftTre
     """Launch the kernel on device arrays."""
     kernel, _, threads = warp_kernels(*size_class(tree.parents.shape[1] - 1))
     kernel[len(root_tokens), threads, stream](log_probs, token_ids, root_tokens, tree)
+
+
+def launch_draft_tree(
+    log_probs: Any,
+    token_ids: Any,
+    root_tokens: Any,
+    prefix_lengths: Any,
+    tree: DraftTree,
+    positions: Any,
+    status: Any,
+    stream: Any,
+) -> None:
+    """Launch the kernel that does stages 2 and 3 in one, on device arrays."""
+    _, kernel, threads = warp_kernels(*size_class(tree.parents.shape[1] - 1))
+    kernel[len(root_tokens), threads, stream](
+        log_probs, token_ids, root_tokens, prefix_lengths, tree, positions, status
+    )

@@ -9,8 +9,8 @@ every 512 candidates) for the best. Here one pass does it all:
   instruction; eight terms are added in float32, the eights in float64.
 - *A floor.* Only a vector whose largest logit is above the floor can hold one of the K best. Those are put into a list
   in shared memory, the vector, not the logits: one comparison, one branch and one atomic for eight logits. The floor
-  is the K-th largest of the largest logits that each of the 128 threads has seen, K of them being proof enough. It rises
-  whenever the list has grown by K, so that about K ln(V / 4096) + 2 K vectors of the V / 8 are ever listed.
+  is the K-th largest of the largest logits that each of the 128 threads has seen, K of them being proof enough. It
+  rises whenever the list has grown by K, so that about K ln(V / 4096) + 2 K vectors of the V / 8 are ever listed.
 - *Few rows, many blocks.* A row is cut into segments, one for each block; `finish_kernel` merges them.
 
 The K best vectors hold the K best logits. A vector's place in the order is that of its best logit (the larger first,
@@ -56,6 +56,7 @@ _SIGN = np.uint32(0x80000000)
 _LOG2_E = np.float32(math.log2(math.e))
 _SMALLEST = np.float32(np.finfo(np.float32).min)
 
+_ROUND = 4096  # logits that a block of the GPU has in its registers at once
 _COUNT, _KTH = 0, 1  # places in the shared `state`
 
 
@@ -86,10 +87,10 @@ def segments_for(rows: int, vocab: int, multiprocessors: int) -> int:
     """Return into how many segments to cut each row: enough blocks for the whole GPU, with one round each at least.
 
     >>> [segments_for(rows, 163840, multiprocessors=132) for rows in (1, 15, 132, 960)]
-    [40, 35, 4, 1]
+    [40, 36, 4, 1]
     """
     wanted = -(-4 * multiprocessors // rows)
-    return max(1, min(wanted, vocab // (VECTOR * 4 * THREADS)))
+    return max(1, min(wanted, vocab // _ROUND))
 
 
 @inlined
@@ -244,9 +245,10 @@ def fused_kernels(dtype_name: str) -> tuple[Any, Any]:
         invalid = not largest < np.float32(np.inf)
         reference = max(largest, _SMALLEST) if largest < np.float32(np.inf) else np.float32(0)
         total = np.float64(0)
-        # Less one: the first round may hold the K-th best itself. Later vectors lose against an equal one.
+        # Below it, as the first round may hold the K-th best itself. (Later vectors lose against an equal one.) Less
+        # two, not one: the number before 0.0 would be -0.0, which is no smaller.
         floor = _kth_largest(_ordered(best), k, values, state)
-        floor = np.uint32(floor - np.uint32(1)) if floor > 0 else floor
+        floor = np.uint32(floor - np.uint32(2)) if floor > 0 else floor
         floor_logit = _unordered(floor)
         limit = np.int32(min(2 * k, most_listed))
 

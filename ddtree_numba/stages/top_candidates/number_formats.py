@@ -1,9 +1,9 @@
 """How the fused rung reads logits: eight at a time, in the registers of one thread.
 
 A *vector* is eight logits, neighbours in a row and stored from a multiple of 16 bytes on. It stays packed, as it came,
-until it is needed: four 32-bit registers of bfloat16 or float16, eight of float32. A row may start anywhere, so its first
-vector begins `shift` places before it, and its first and last vector are *edges*: they are loaded one by one, with -inf
-for the places outside the row.
+until it is needed: four 32-bit registers of bfloat16 or float16, eight of float32. A row may start anywhere, so its
+first vector begins `shift` places before it, and its first and last vector are *edges*: loaded one by one, with -inf for
+the places outside the row.
 
 In the simulator a vector is eight float32, loaded one by one.
 """
@@ -41,7 +41,7 @@ class NumberFormat(NamedTuple):
     shift: Any
     """(logits, start) -> places from the vector boundary at or before element `start` to it."""
     load: Any
-    """(logits, origin, vector, words, u): words of `u` = `vector`, all of it in the row; vector 0 begins at `origin`."""
+    """(logits, origin, vector, words, u): load `vector`, all of it in the row, as u; vector 0 begins at `origin`."""
     load_edge: Any
     """(logits, start, first, vocab, words, u): places `first`.. of the row at `start`, -inf outside 0..vocab - 1."""
     pair: Any
