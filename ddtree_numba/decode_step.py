@@ -13,8 +13,8 @@ import numpy as np
 
 from ddtree_numba.arguments import ArrayCheck, check_integer
 from ddtree_numba.backend import ON_GPU, as_device, as_stream, cuda, is_device_array
-from ddtree_numba.cuda_graph import Recorded
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
+from ddtree_numba.launch_graph import Recorded
 from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk, accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import (
     ancestor_bitmask,
