@@ -2,8 +2,8 @@
 
 A *vector* is eight logits, neighbours in a row and stored from a multiple of 16 bytes on. It stays packed, as it came,
 until it is needed: four 32-bit registers of bfloat16 or float16, eight of float32. A row may start anywhere, so its
-first vector begins `shift` places before it, and its first and last vector are *edges*: loaded one by one, with -inf for
-the places outside the row.
+first vector begins `shift` places before it, and its first and last vector are *edges*: they are loaded one by one,
+with -inf for the places outside the row.
 
 In the simulator a vector is eight float32, loaded one by one.
 """
