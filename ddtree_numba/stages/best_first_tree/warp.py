@@ -43,7 +43,8 @@ _SIGN = np.uint64(1 << 63)
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 _NOTHING = np.uint64(0x000FFFFFFFFFFFFF)  # _ordered(-inf)
-_RANK_BITS, _RANK = np.int32(16), np.int32(0xFFFF)
+_RANK_BITS, _RANK = np.int32(11), np.int32((1 << 11) - 1)  # a cell is what is offered: row (depth - 1), rank
+_CELL_BITS, _CELL = np.int32(18), np.int32((1 << 18) - 1)  # a node is its parent's slot, and its cell
 _SIZES = ((1, 1), (1, 2), (8, 1), (16, 2)) if ON_GPU else ((4, 2), (4, 10), (4, 256))
 """(warps, slots of a lane), smallest first."""
 
@@ -102,6 +103,11 @@ else:
 
 
 @inlined
+def _row(cell):
+    return np.int32((cell & _CELL) >> _RANK_BITS)
+
+
+@inlined
 def _candidate(log_probs, b, row, rank):
     """Return a candidate's log-probability in float64; -inf for one that is not finite or not there."""
     if row >= log_probs.shape[1] or rank >= log_probs.shape[2]:
@@ -114,38 +120,41 @@ def _candidate(log_probs, b, row, rank):
 def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
     """Return (kernel, kernel that fills bits and positions too, threads), for up to warps * lanes * slots nodes."""
     offering = warps * _LANES  # threads that hold offers
-    threads = offering if warps > 1 or not ON_GPU else 128  # one warp alone has helpers before and after
+    threads = offering if warps > 1 or not ON_GPU else 256  # one warp alone has helpers before and after
     most_slots = offering * slots_of_lane + 1
+    most_links = 2 * most_slots
     table_size = 2048 if most_slots < 200 else 2800
 
+    # Slots are unsigned: an index that may be negative costs a comparison. Conditions are joined by & and |: `and` and
+    # `or` are branches, and the lanes part at each.
+    owner_bits, owner_mask = np.uint32(offering.bit_length() - 1), np.uint32(offering - 1)
+
     @inlined
-    def grow(log_probs, token_ids, root_tokens, tree, parent_of, cell_of):
-        """Write all of the tree of this block's request but the bits; return its nodes."""
-        first_child = cuda.shared.array(most_slots, np.int16)
-        next_sibling = cuda.shared.array(most_slots, np.int16)
+    def grow(log_probs, token_ids, root_tokens, tree, node_of):
+        """Write all of the tree of this block's request but the bits; fill `node_of`; return its nodes."""
         score_of = cuda.shared.array(most_slots, np.float64)
+        links = cuda.shared.array(most_links, np.int16)  # first children, then next siblings
         table = cuda.shared.array(table_size, np.float64)
         keys = cuda.shared.array((2, warps), np.uint64)
         places = cuda.shared.array((2, warps), np.uint32)
         cells = cuda.shared.array((2, warps), np.int32)
-        nodes = cuda.shared.array(1, np.int32)
+        found = cuda.shared.array(1, np.int32)
         key = cuda.local.array(slots_of_lane, np.uint64)  # scores of the offers
         place = cuda.local.array(slots_of_lane, np.uint32)
-        cell = cuda.local.array(slots_of_lane, np.int32)  # what is offered: (depth - 1) << 16 | rank
-        last = cuda.local.array(slots_of_lane, np.int16)  # the last child
+        cell = cuda.local.array(slots_of_lane, np.int32)
+        last = cuda.local.array(slots_of_lane, np.int32)  # last children
 
-        b, thread = cuda.blockIdx.x, np.int32(cuda.threadIdx.x)
-        slots, depths = tree.parents.shape[1], log_probs.shape[1]
-        width = np.int32(min(log_probs.shape[2] + 1, slots, table_size // (depths + 1)))  # ranks that lie in `table`
-        for i in range(thread, (depths + 1) * width, threads):
-            table[i] = _candidate(log_probs, b, i // width, i % width)
+        b, thread = cuda.blockIdx.x, np.uint32(cuda.threadIdx.x)
+        slots, depths = np.uint32(tree.parents.shape[1]), np.uint32(log_probs.shape[1])
+        width = np.uint32(min(log_probs.shape[2] + 1, slots, table_size // (depths + 1)))  # ranks that lie in `table`
+        for i in range(thread, np.uint32((depths + 1) * width), threads):
+            row = np.uint32(i) // width
+            table[i] = _candidate(log_probs, b, row, np.uint32(i) - row * width)
         for slot in range(thread, slots, threads):
-            first_child[slot] = -1
-            next_sibling[slot] = -1
+            links[slot] = -1
+            links[most_slots + slot] = -1
         if thread == 0:
-            parent_of[0] = -1
-            cell_of[0] = 0
-            score_of[0] = 0.0
+            node_of[0] = 0
         cuda.syncthreads()
 
         if thread < offering:
@@ -157,75 +166,84 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
             if thread == 0:
                 key[0] = _ordered(0.0 + table[0])  # a sum, so that -0.0 becomes 0.0
                 place[0] = np.uint32(0)
-            count = np.int32(1)
+            count = np.uint32(1)
             while count < slots:
                 best, where, what = key[0], place[0], cell[0]
                 for e in range(1, slots_of_lane):
-                    if key[e] > best or (key[e] == best and place[e] < where):
-                        best, where, what = key[e], place[e], cell[e]
+                    better = (key[e] > best) | ((key[e] == best) & (place[e] < where))
+                    best = key[e] if better else best
+                    where = place[e] if better else where
+                    what = cell[e] if better else what
                 winner, first = _best_of_warp(best, where)
+                owner = np.uint32(first & owner_mask)
                 if warps == 1:
-                    what = _from_lane(what, np.int32(np.int32(first & _SLOT) % _LANES))
+                    what = _from_lane(what, np.int32(owner))
                 else:
-                    parity, warp = count & 1, thread // _LANES
+                    parity, warp = np.uint32(count & np.uint32(1)), np.uint32(thread // np.uint32(_LANES))
                     if where == first:
                         keys[parity, warp], places[parity, warp], cells[parity, warp] = best, where, what
                     cuda.syncthreads()  # the winners of all warps are there; those of the node before stay readable
                     winner, first = _best_of_block(keys, places, parity, warps)
-                    what = cells[parity, np.int32(first & _SLOT) % offering // _LANES]
+                    owner = np.uint32(first & owner_mask)
+                    what = cells[parity, np.uint32(owner // np.uint32(_LANES))]
                 if winner <= _NOTHING:
                     break
 
-                parent, turn = np.int32(first & _SLOT), first & ~_SLOT
-                row, rank = np.int32(what >> _RANK_BITS), np.int32(what & _RANK)
-                score = _unordered(winner)
-                if rank + 1 < width:
-                    own, following = table[row * width + rank], table[row * width + rank + 1]
+                parent, turn = np.uint32(first & _SLOT), np.uint32(first & ~_SLOT)
+                row, rank = np.uint32(what >> _RANK_BITS), np.uint32(what & _RANK)
+                at = np.uint32(row * width + rank)
+                child = table[np.uint32(row * width + width)]
+                if np.uint32(rank + np.uint32(1)) < width:
+                    own, following = table[at], table[np.uint32(at + np.uint32(1))]
                 else:
                     own, following = _candidate(log_probs, b, row, rank), _candidate(log_probs, b, row, rank + 1)
                 # The order of these sums is part of the contract: another one rounds differently.
-                child_key = _ordered(score + table[(row + 1) * width])
+                score = _unordered(winner)
+                child_key = _ordered(score + child)
                 sibling_key = _ordered((score - own) + following)
+
+                which = np.uint32(parent >> owner_bits)
+                if thread == owner:
+                    previous = last[0]
+                    for e in range(1, slots_of_lane):
+                        previous = last[e] if which == e else previous
+                    node_of[count] = np.int32(parent << np.uint32(_CELL_BITS)) | what
+                    score_of[count] = score
+                    links[np.uint32(parent if previous < 0 else previous + most_slots)] = np.int16(count)
                 for e in range(slots_of_lane):
-                    slot = np.int32(e * offering + thread)
-                    if place[e] >= turn:
-                        place[e] += _NEXT_TURN
-                    if slot == parent:
-                        parent_of[count], cell_of[count], score_of[count] = parent, what, score
-                        if last[e] < 0:
-                            first_child[parent] = count
-                        else:
-                            next_sibling[last[e]] = count
-                        key[e] = sibling_key
-                        cell[e] += 1
-                        last[e] = count
-                    if slot == count:
-                        key[e] = child_key
-                        place[e] = turn | np.uint32(count)
-                        cell[e] = np.int32(row + 1) << _RANK_BITS
-                count += np.int32(1)
+                    won = (thread == owner) & (which == e)
+                    new = np.uint32(e * offering + thread) == count
+                    moved = place[e] >= turn
+                    place[e] = np.uint32(place[e] + _NEXT_TURN) if moved else place[e]
+                    place[e] = np.uint32(turn | count) if new else place[e]
+                    key[e] = sibling_key if won else key[e]
+                    key[e] = child_key if new else key[e]
+                    cell[e] = np.int32(what + 1) if won else cell[e]
+                    cell[e] = np.int32(np.int32(row + 1) << _RANK_BITS) if new else cell[e]
+                    last[e] = np.int32(count) if won else last[e]
+                count = np.uint32(count + np.uint32(1))
             if thread == 0:
-                nodes[0] = count
+                found[0] = np.int32(count)
         cuda.syncthreads()  # all nodes are there
 
-        count = nodes[0]
+        nodes = found[0]
         for slot in range(thread, slots, threads):
             token, parent, depth, score = np.int32(0), np.int32(-1), np.int32(0), -np.inf
             if slot == 0:
                 token, score = root_tokens[b], 0.0
-            elif slot < count:
-                row = np.int32(cell_of[slot] >> _RANK_BITS)
-                token = token_ids[b, row, np.int32(cell_of[slot] & _RANK)]
-                parent, depth, score = np.int32(parent_of[slot]), np.int32(row + 1), score_of[slot]
+            elif slot < nodes:
+                node = node_of[slot]
+                token = token_ids[b, _row(node), np.int32(node & _RANK)]
+                parent, depth, score = np.int32(node >> _CELL_BITS), np.int32(_row(node) + 1), score_of[slot]
             tree.token_ids[b, slot] = token
             tree.parents[b, slot] = parent
             tree.depths[b, slot] = depth
-            tree.first_child[b, slot] = first_child[slot]
-            tree.next_sibling[b, slot] = next_sibling[slot]
+            tree.first_child[b, slot] = links[slot]
+            tree.next_sibling[b, slot] = links[most_slots + slot]
             tree.log_probs[b, slot] = score
         if thread == 0:
-            tree.node_count[b] = count
-        return count
+            tree.node_count[b] = nodes
+        return nodes
 
     @cuda.jit
     def build_tree_warp_kernel(log_probs, token_ids, root_tokens, tree):
@@ -238,9 +256,8 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
         Launch: grid B, block `threads`, up to 42 KB of static shared memory.
         Needs: N - 1 <= warps * lanes * slots_of_lane; L <= 64.
         """
-        parent_of = cuda.shared.array(most_slots, np.int16)
-        cell_of = cuda.shared.array(most_slots, np.int32)
-        grow(log_probs, token_ids, root_tokens, tree, parent_of, cell_of)
+        node_of = cuda.shared.array(most_slots, np.int32)
+        grow(log_probs, token_ids, root_tokens, tree, node_of)
         slots, words = tree.ancestor_bits.shape[1], tree.ancestor_bits.shape[2]
         for i in range(cuda.threadIdx.x, slots * words, threads):
             tree.ancestor_bits[cuda.blockIdx.x, i // words, i % words] = np.uint32(0)
@@ -255,21 +272,18 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
 
         Launch and needs: as `build_tree_warp_kernel`.
         """
-        parent_of = cuda.shared.array(most_slots, np.int16)
-        cell_of = cuda.shared.array(most_slots, np.int32)
-        count = grow(log_probs, token_ids, root_tokens, tree, parent_of, cell_of)
+        node_of = cuda.shared.array(most_slots, np.int32)
+        count = grow(log_probs, token_ids, root_tokens, tree, node_of)
         b, words = cuda.blockIdx.x, tree.ancestor_bits.shape[2]
         for slot in range(cuda.threadIdx.x, tree.parents.shape[1], threads):
-            node = np.int32(slot) if slot < count else np.int32(-1)
-            depth = np.int32(0)
-            if slot > 0 and slot < count:
-                depth = np.int32((cell_of[slot] >> _RANK_BITS) + 1)
+            depth = np.int32(_row(node_of[slot]) + 1) if 0 < slot < count else np.int32(0)
             positions[b, slot] = prefix_lengths[b] + depth
+            node = np.int32(slot) if slot < count else np.int32(-1)
             for word in range(words - 1, -1, -1):  # slots fall on the way up to the root
                 bits = np.uint32(0)
                 while node >= word * 32:
                     bits |= np.uint32(1) << np.uint32(node & 31)
-                    node = np.int32(parent_of[node])
+                    node = np.int32(node_of[node] >> _CELL_BITS) if node > 0 else np.int32(-1)
                 tree.ancestor_bits[b, slot, word] = bits
         if cuda.threadIdx.x == 0:
             status[b] = STATUS_OK
