@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -251,9 +252,9 @@ def test_rows_made_to_be_hard(rng, row, k, segments):
 
 @pytest.mark.parametrize("segments", [1, 2, 7])
 def test_an_invalid_segment_makes_the_row_invalid(segments):
-    for place in (0, 300, 599):
+    for place, bad in itertools.product((0, 300, 599), (NAN, INF)):
         logits = np.zeros((1, 2, 600), np.float32)
-        logits[0, 0, place] = NAN if place else INF
+        logits[0, 0, place] = bad
         got = top_candidates(logits, 3, version="fused", workspace=make_workspace(2, segments))
         assert_equals_reference(got, logits, 3, "fused")
 
