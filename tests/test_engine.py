@@ -55,8 +55,8 @@ class Knowing:
         return self._real.new_context(max_rows)
 
     def append(self, context, features):
-        assert features.shape == (48, features.shape[1]) and np.isfinite(features).all()
-        context.length += features.shape[1]
+        assert features.shape == (len(features), 48) and np.isfinite(features).all()
+        context.length += len(features)
 
     def forward(self, context, root_token):
         assert root_token == self._text[context.length], "the context is not the text before the root"
