@@ -1,0 +1,2 @@
+MAX_SPLITS = 64
+merge_splits_kernel = None

@@ -1,0 +1,514 @@
+"""Rung 4: the same tile of latent rows, multiplied by the tensor cores.
+
+What changed against `split_kv`: queries, latents and weights stay bfloat16 (or float16) and the matrix products are
+`mma.sync` instructions on fragments in registers (`mma.py`); sums are float32 as before. A block works for 64 pairs
+(node, head), so that a request's latents are read once for 64 rows and not once for 16, and all 512 output columns of
+those rows live in its registers: 8 warps, each 64 rows x 64 columns, 128 registers of each thread.
+
+How a tile of 64 keys is worked on:
+
+1. *Scores*, 64 x 64. Every `ldmatrix` moves 512 bytes, and shared memory delivers 128 bytes a clock: with 16 rows x
+   32 keys for each warp the fragments would be 442 KB, 3456 clocks, against 2100 clocks of `mma.sync`. So a warp
+   takes 32 rows x 32 keys but only every other step of 16 columns of the inner dimension: 295 KB. The fragments of
+   the first HELD steps of Q, the same for every tile, stay in registers.
+2. *Exchange.* Four warps now hold four partial sums of the same 32 rows. Each finishes eight rows for all 64 keys, and
+   gets what the three others have of them through its inbox in shared memory. A whole row then lies in four lanes
+   of one warp, and its maximum takes two shuffles and no barrier.
+3. *Softmax* in base 2, online: the maximum moves only when it would grow by more than 2^8. That is exact (any shift
+   is, numerator and denominator have the same one) and spares the rescaling of 128 registers almost always.
+4. *Values.* The weights, rounded to 16 bits, go through shared memory to all eight warps. The tile's first 512
+   columns are read a second time, transposed by `ldmatrix`.
+
+Meanwhile the next tile is on its way into the other buffer (`cp.async`). Rows of a tile are swizzled: the 16-byte
+chunk c of row r lies at place c ^ (r % 8), so that eight rows of one column of chunks are in eight different groups of
+banks.
+
+What it buys: 0.59 PFLOP/s of matrix products instead of 0.06 of multiply-adds. What it costs: 230 KB of shared memory
+and 255 registers a thread: one block for each multiprocessor, and nothing to hide a bubble behind.
+
+A Hopper rung (`wgmma`, whose operands come from shared memory with no fragments at all) would stand beside this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ddtree_numba.backend import ON_GPU, cuda
+from ddtree_numba.stages.tree_attention import mma as ptx
+from ddtree_numba.stages.tree_attention.split_kv import MAX_SPLITS, merge_splits_kernel
+
+__all__ = ["Tiling", "choose_splits", "choose_tiling", "launch_tensor_core", "make_tensor_core_kernel"]
+
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
+ALL_LANES = 0xFFFFFFFF
+NOTHING = np.float32(-np.inf)  # the score of a key that is not seen
+
+SLACK = np.float32(8)
+"""A row's maximum is left alone until a score passes it by more than this (base 2): weights stay below 2^8."""
+
+MISSING = np.uint32(0x80000000)
+"""Set in a pool row's number when there is no row to copy: zeros are written instead."""
+
+
+class Tiling(NamedTuple):
+    """How a block cuts its work; every number is a compile-time constant of the kernel."""
+
+    width: int
+    """D_c + D_r."""
+    latent_width: int
+    """D_c."""
+    row_groups: int
+    """Groups of four warps, each with the scores of 32 rows."""
+    keys: int
+    """Latent rows of a tile."""
+    held: int
+    """Steps of each warp whose Q fragments stay in registers, 8 registers each; even."""
+
+    @property
+    def rows(self) -> int:
+        """(node, head) pairs of a block."""
+        return 32 * self.row_groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.row_groups
+
+    @property
+    def query_stride(self) -> int:
+        """Bytes of a row of Q in shared memory: what is not held in registers."""
+        return 2 * self.width - 64 * self.held
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile."""
+        return 2 * self.width * self.keys
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one message: float32 scores of 8 rows and half the keys."""
+        return 4 * 8 * self.keys // 2
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Bytes of a warp's inbox: three messages. The weights of its eight rows are put there after reading."""
+        return 3 * self.part_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of dynamic shared memory, with what aligning the start may take."""
+        inboxes = self.rows // 8 * self.inbox_bytes
+        return 128 + self.rows * self.query_stride + 2 * self.tile_bytes + inboxes + 4 * self.rows
+
+
+# Where a lane's 16 bytes for ldmatrix lie, from the start of a tile whose rows are `stride` bytes apart. Plain
+# functions, so that the tests can run them on NumPy arrays. Steps are 16 columns = 2 chunks; a swizzled place is found
+# by exclusive or, and so is the place some chunks further on, as long as they are in the same eight chunks (128 bytes).
+
+
+def place_a(lane, stride):
+    """A operand (Q, weights) of 16 rows: matrices are rows 0-7, rows 8-15, then the same 8 columns further."""
+    return (lane & 15) * stride + (((lane >> 4) ^ (lane & 7)) << 4)
+
+
+def place_b(lane, stride):
+    """B operand (K) of 16 keys: matrices are keys 0-7, the same 8 columns further, then keys 8-15."""
+    return (((lane >> 4) << 3) + (lane & 7)) * stride + ((((lane >> 3) & 1) ^ (lane & 7)) << 4)
+
+
+def place_b_trans(lane, stride):
+    """B operand (V) of 16 keys and 16 columns, transposed: keys 0-7, keys 8-15, then 8 columns further."""
+    return (lane & 15) * stride + (((lane >> 4) ^ (lane & 7)) << 4)
+
+
+def place_weight(lane, inbox, part, chunk):
+    """Where a lane stores two weights of its row `lane // 4`: element 2 (lane % 4) of the 8 keys of `chunk`."""
+    return inbox + (lane >> 2) * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 3) * 4
+
+
+@functools.lru_cache(maxsize=None)
+def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk") -> Any:
+    """Return `tensor_core_kernel` for one tiling and number format."""
+    WIDTH, LATENT, _, KEYS, HELD = tiling
+    ROWS, WARPS = tiling.rows, tiling.threads // 32
+    ROW_BYTES, Q_STRIDE, TILE = 2 * WIDTH, tiling.query_stride, tiling.tile_bytes
+    PART, INBOX = tiling.part_bytes, tiling.inbox_bytes
+    HELD_STRIDE = 64 * HELD
+    STEPS = WIDTH // 32  # of each warp: every other one of WIDTH / 16
+    PAIRS = KEYS // 32  # of n-tiles: a warp scores KEYS / 2 keys, 16 with each ldmatrix
+    CHUNKS = WIDTH // 8
+    FULL, REST = CHUNKS // 32, CHUNKS % 32
+    ROWS_EACH = KEYS // WARPS  # tile rows that a warp copies
+    LANES = REST if REST else 32
+    AT_ONCE = 32 // LANES
+    COPIES = ROWS_EACH * FULL + (ROWS_EACH // AT_ONCE if REST else 0)
+    COPIES_EACH = -(-COPIES // STEPS)
+    COLUMNS = LATENT // WARPS  # of a warp
+    N_TILES, M_TILES = COLUMNS // 8, ROWS // 16
+    HALF = 8 * PAIRS  # score registers of 16 rows; also weights of a lane that belong to half the keys, twice
+    N_ACC, N_SCORES, N_WEIGHTS, N_VALUES, N_HELD = M_TILES * N_TILES * 4, 2 * HALF, HALF, 2 * N_TILES, max(1, 8 * HELD)
+
+    mma = ptx.mma_bf16 if is_bfloat16 else ptx.mma_f16
+    pack = ptx.pack_bf16 if is_bfloat16 else ptx.pack_f16
+    cp_async_16, cp_async_wait, exp2 = ptx.cp_async_16, ptx.cp_async_wait, ptx.exp2
+    ldmatrix_x4, ldmatrix_x4_trans, named_barrier = ptx.ldmatrix_x4, ptx.ldmatrix_x4_trans, ptx.named_barrier
+    load_shared_4, store_shared_4 = ptx.load_shared_4, ptx.store_shared_4
+    load_shared_float, store_shared, store_global_2 = ptx.load_shared_float, ptx.store_shared, ptx.store_global_2
+    shared_address, global_address = ptx.shared_address, ptx.global_address
+
+    inline = cuda.jit(device=True, forceinline=True)
+    lane_a, lane_b, lane_b_trans, lane_weight = map(inline, (place_a, place_b, place_b_trans, place_weight))
+
+    @inline
+    def find_row(block_table, b, key, end, pages, page_size):
+        """Return the pool row of a request's row `key`, `MISSING` when it has none."""
+        row = MISSING
+        if key < end:
+            page = np.uint32(block_table[b, np.uint32(key) // page_size])
+            if page < pages:
+                row = page * page_size + np.uint32(key) % page_size
+        return np.uint32(row)
+
+    @inline
+    def copy_piece(c, tile, pool, row, warp, lane):
+        """Start this thread's copy number c of COPIES of a tile; lane l knows the pool row of tile row warp + WARPS l.
+
+        All lanes copy neighbouring chunks of one row; what a row has more than a multiple of 32 chunks (the 8 of the
+        rope part) is copied four rows at once.
+        """
+        if c < ROWS_EACH * FULL:
+            j, first = c // FULL, 512 * (c % FULL)
+        else:
+            j, first = AT_ONCE * (c - ROWS_EACH * FULL) + lane // LANES, 512 * FULL
+        pool_row = np.uint32(cuda.shfl_sync(ALL_LANES, np.int32(row), j))
+        tile_row = warp + WARPS * j
+        size = np.uint32(16) - ((pool_row >> np.uint32(27)) & np.uint32(16))
+        source = pool + np.uint64(pool_row & ~MISSING) * np.uint64(ROW_BYTES)
+        if c < ROWS_EACH * FULL:
+            target = tile + tile_row * ROW_BYTES + ((lane ^ (tile_row & 7)) << 4) + first
+            cp_async_16(target, source + np.uint64((lane << 4) + first), size)
+        else:
+            chunk = lane & (LANES - 1)
+            target = tile + tile_row * ROW_BYTES + ((chunk ^ (tile_row & 7)) << 4) + first
+            cp_async_16(target, source + np.uint64((chunk << 4) + first), size)
+
+    @inline
+    def visible(ancestor_bits, b, node, slot, slots):
+        """Return bits for 32 rows from tree slot `slot` on (negative: still in the prefix): 1 where `node` sees it."""
+        bits = np.uint32(0)
+        word = slot >> 5  # rounds down
+        shift = np.uint32(slot & 31)
+        for i in range(2):
+            w = word + i
+            value = np.uint32(0)
+            if w < 0:
+                value = np.uint32(0xFFFFFFFF)
+            elif w < ancestor_bits.shape[2]:
+                value = ancestor_bits[b, node, w]
+            if i == 0:
+                bits = value >> shift
+            elif shift > 0:
+                bits |= value << (np.uint32(32) - shift)
+        left = slots - slot  # rows from here to the last one
+        if left < 32:
+            bits &= (np.uint32(1) << np.uint32(max(left, 0))) - np.uint32(1)
+        return np.uint32(bits)
+
+    @cuda.jit(lto=False)
+    def tensor_core_kernel(q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count, scale, out, lse):
+        """Attend from ROWS (node, head) pairs of one request to its keys, or to one split of them.
+
+        q (B, N * H, D_c + D_r) uint16 (bfloat16) or float16: absorbed queries, pair = node * H + head
+        kv_pool (pages, page_size, D_c + D_r), as q: latent rows, key and (the first D_c numbers) value at once
+        block_table (B, max_pages) int32: pages of each request, in the order of its rows
+        prefix_lengths (B,) int32: rows that every node of the request sees
+        ancestor_bits (B, N, W) uint32: rows after the prefix that each node sees; bits from node_count on mean nothing
+        node_count (B,) int32: used slots
+        scale float32: multiplies the dot product
+        out (splits * B * N * H * D_c,) float32: for each split, the weighted mean of its values; 0 where it sees none
+        lse (splits * B * N * H,) float32: natural logarithm of the sum of exp(score); -inf there
+
+        A row whose page lies outside the block table or the pool is not seen: the kernel never reads outside.
+
+        Launch: grid (ceil(N * H / ROWS), splits, B), block `Tiling.threads`, `Tiling.shared_bytes` of dynamic shared
+        memory; for D_c 512 and D_r 64: 64 rows, 256 threads and 229,760 bytes.
+        Needs: compute capability 8.0; fewer than 2^31 rows in the pool and pairs in a request.
+        """
+        dynamic = cuda.shared.array(0, np.uint8)
+        base = (shared_address(dynamic) + np.uint32(127)) & np.uint32(0xFFFFFF80)  # places are found by exclusive or
+        lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
+        b, split, splits = cuda.blockIdx.z, cuda.blockIdx.y, cuda.gridDim.y
+        nodes = np.int32(max(0, min(node_count[b], ancestor_bits.shape[1])))
+        pairs = np.int32(q.shape[1])
+        heads = np.int32(pairs // ancestor_bits.shape[1])
+        used = nodes * heads
+        first_pair = np.int32(cuda.blockIdx.x * ROWS)
+        first_out = (np.int64(split) * cuda.gridDim.z + b) * pairs + first_pair
+        out_address = global_address(out) + np.uint64(first_out * (4 * LATENT))
+
+        pages, page_size = np.uint32(kv_pool.shape[0]), np.uint32(kv_pool.shape[1])
+        prefix = np.int32(max(0, prefix_lengths[b]))
+        end = np.int32(min(np.int64(prefix) + nodes, np.int64(block_table.shape[1]) * page_size))
+        tiles = np.int64((end + KEYS - 1) // KEYS)
+        tile = np.int32(tiles * split // splits)
+        last_tile = np.int32(tiles * (split + 1) // splits)
+        copy_end = min(end, last_tile * KEYS)
+        if first_pair >= used or tile >= last_tile:  # for the whole block, so no barrier is left waiting
+            for row in range(warp, min(ROWS, pairs - first_pair), WARPS):
+                for column in range(2 * lane, LATENT, 64):
+                    zeros = out_address + np.uint64(row * (4 * LATENT) + column * 4)
+                    store_global_2(zeros, np.float32(0), np.float32(0))
+                if lane == 0:
+                    lse[first_out + row] = NOTHING
+            return
+
+        q_shared = base
+        tiles_shared = q_shared + np.uint32(ROWS * Q_STRIDE)
+        inboxes = tiles_shared + np.uint32(2 * TILE)
+        rescales = inboxes + np.uint32(ROWS // 8 * INBOX)  # one float32 for each row
+
+        # Q: the columns that will be held in registers pass through the inboxes, which are free now.
+        q_row = global_address(q) + np.uint64((np.int64(b) * pairs + first_pair) * ROW_BYTES)
+        for row in range(warp, ROWS, WARPS):
+            there = first_pair + row < used
+            for chunk in range(lane, CHUNKS, 32):
+                place = (chunk ^ (row & 7)) << 4
+                if chunk < 4 * HELD:
+                    target = inboxes + np.uint32(row * HELD_STRIDE + place)
+                else:
+                    target = q_shared + np.uint32(row * Q_STRIDE + place - HELD_STRIDE)
+                source = q_row + np.uint64((row * ROW_BYTES if there else 0) + chunk * 16)
+                cp_async_16(target, source, 16 if there else 0)
+        # The first tile; the rows of the one after it are looked up a tile ahead, while there is time to wait.
+        pool = global_address(kv_pool)
+        copy_row = warp + WARPS * (lane & (ROWS_EACH - 1))
+        row = find_row(block_table, b, tile * KEYS + copy_row, copy_end, pages, page_size)
+        missing = np.int32(tile * KEYS + copy_row < copy_end and row == MISSING)
+        for c in range(COPIES):
+            copy_piece(c, tiles_shared + np.uint32((tile & 1) * TILE), pool, row, warp, lane)
+        next_key = (tile + 1) * KEYS + copy_row
+        row = find_row(block_table, b, next_key, copy_end, pages, page_size)
+        missing |= np.int32(next_key < copy_end and row == MISSING)
+        cp_async_wait()
+        cuda.syncthreads()  # Q and the first tile are complete
+
+        # What this warp does. Scores: rows of `group`, keys of `key_half`, steps 2 i + `step_half`. Softmax: the
+        # eight rows of `octet`. Values: its own COLUMNS.
+        group, octet = warp >> 2, warp & 3
+        key_half, step_half = octet >> 1, octet & 1
+        q_place = lane_a(lane, Q_STRIDE) ^ (step_half << 5)
+        q_even = q_shared + np.uint32(group * 32 * Q_STRIDE + q_place)
+        held_even = inboxes + np.uint32(group * 32 * HELD_STRIDE + (lane_a(lane, HELD_STRIDE) ^ (step_half << 5)))
+        k_even = np.uint32(key_half * (KEYS // 2) * ROW_BYTES + (lane_b(lane, ROW_BYTES) ^ (step_half << 5)))
+        chunk = warp * (COLUMNS // 8)
+        v_first = np.uint32((lane_b_trans(lane, ROW_BYTES) ^ ((chunk & 7) << 4)) + (chunk >> 3) * 128)
+        group_inboxes = inboxes + np.uint32(4 * group * INBOX)
+        inbox = group_inboxes + np.uint32(octet * INBOX)
+        # Weights of rows 8 r .. 8 r + 7 are in inbox r: rows 8 to 15 of an A operand are INBOX further, not 8 rows.
+        p_first = inboxes + np.uint32(((lane >> 3) & 1) * INBOX + (lane_a(lane, 128) & ~1024))
+        my_row = 8 * (4 * group + octet) + (lane >> 2)
+        my_node = min(first_pair + my_row, used - 1) // heads
+
+        held = cuda.local.array(N_HELD, np.uint32)
+        for i in range(HELD):
+            for m in range(2):
+                address = (held_even ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128 + 16 * m * HELD_STRIDE)
+                a0, a1, a2, a3 = ldmatrix_x4(address)
+                h = 8 * i + 4 * m
+                held[h], held[h + 1], held[h + 2], held[h + 3] = a0, a1, a2, a3
+        acc = cuda.local.array(N_ACC, np.float32)
+        scores = cuda.local.array(N_SCORES, np.float32)
+        weights = cuda.local.array(N_WEIGHTS, np.float32)
+        values = cuda.local.array(N_VALUES, np.uint32)
+        for i in range(N_ACC):
+            acc[i] = np.float32(0)
+        largest, total = NOTHING, np.float32(0)  # of row my_row, base 2; `total` of this lane's keys alone
+        factor = scale * LOG2_E
+        any_missing = cuda.syncthreads_or(missing)  # and all have taken their part of Q from the inboxes
+
+        while tile < last_tile:
+            tile_shared = tiles_shared + np.uint32((tile & 1) * TILE)
+            next_shared = tiles_shared + np.uint32(((tile + 1) & 1) * TILE)
+
+            # 1. Scores: 32 rows x KEYS / 2 keys, half of the steps. One copy of the next tile is started at each step:
+            # a burst of them would keep ldmatrix waiting.
+            k_tile = tile_shared + k_even
+            for i in range(N_SCORES):
+                scores[i] = np.float32(0)
+            for i in range(STEPS):
+                if i < HELD:
+                    h = 8 * i
+                    a0, a1, a2, a3 = held[h], held[h + 1], held[h + 2], held[h + 3]
+                    a4, a5, a6, a7 = held[h + 4], held[h + 5], held[h + 6], held[h + 7]
+                else:
+                    address = (q_even ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128 - HELD_STRIDE)
+                    a0, a1, a2, a3 = ldmatrix_x4(address)
+                    a4, a5, a6, a7 = ldmatrix_x4(address + np.uint32(16 * Q_STRIDE))
+                for n in range(PAIRS):
+                    address = (k_tile ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128 + 16 * n * ROW_BYTES)
+                    b0, b1, b2, b3 = ldmatrix_x4(address)
+                    s = 8 * n
+                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                        a0, a1, a2, a3, b0, b1, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+                    )
+                    s = 8 * n + 4
+                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                        a0, a1, a2, a3, b2, b3, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+                    )
+                    s = HALF + 8 * n
+                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                        a4, a5, a6, a7, b0, b1, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+                    )
+                    s = HALF + 8 * n + 4
+                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                        a4, a5, a6, a7, b2, b3, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+                    )
+                if copy == "qk":
+                    for c in range(COPIES_EACH):
+                        if i * COPIES_EACH + c < COPIES:
+                            copy_piece(i * COPIES_EACH + c, next_shared, pool, row, warp, lane)
+
+            # 2. Exchange. Octet o of the group is register pair o % 2 of the 16 rows o // 2. The warp that differs in
+            # bit 0 has the other steps of the same keys, the two that differ in bit 1 have the other keys.
+            for o in range(4):
+                if o != octet:
+                    s = HALF * (o >> 1) + 2 * (o & 1)
+                    target = group_inboxes + np.uint32(o * INBOX + ((o ^ octet) - 1) * PART + lane * 16)
+                    for n in range(PAIRS):
+                        r = s + 8 * n
+                        store_shared_4(
+                            target + np.uint32(512 * n), scores[r], scores[r + 1], scores[r + 4], scores[r + 5]
+                        )
+            for n in range(2 * PAIRS):
+                for e in range(2):
+                    s = 4 * n + e
+                    first = scores[s + 2] if step_half else scores[s]
+                    second = scores[HALF + s + 2] if step_half else scores[HALF + s]
+                    weights[2 * n + e] = second if key_half else first
+            if copy == "ex":
+                for c in range(COPIES):
+                    copy_piece(c, next_shared, pool, row, warp, lane)
+            named_barrier(1 + group, 128)  # the four warps' messages are there
+            for n in range(PAIRS):
+                w, source = 4 * n, inbox + np.uint32(lane * 16 + 512 * n)
+                x0, x1, x2, x3 = load_shared_4(source)
+                y0, y1, y2, y3 = load_shared_4(source + np.uint32(PART))
+                z0, z1, z2, z3 = load_shared_4(source + np.uint32(2 * PART))
+                weights[w] = (weights[w] + x0) * factor
+                weights[w + 1] = (weights[w + 1] + x1) * factor
+                weights[w + 2] = (weights[w + 2] + x2) * factor
+                weights[w + 3] = (weights[w + 3] + x3) * factor
+                w += HALF // 2
+                weights[w] = (y0 + z0) * factor
+                weights[w + 1] = (y1 + z1) * factor
+                weights[w + 2] = (y2 + z2) * factor
+                weights[w + 3] = (y3 + z3) * factor
+
+            # 3. Mask, only where not every node sees every row: in the tree, past its end, and where a page is missing.
+            # In registers: first the keys of `key_half`, then the others.
+            if (tile + 1) * KEYS > prefix or any_missing:
+                for half in range(2):
+                    first_key = tile * KEYS + (key_half ^ half) * (KEYS // 2)
+                    bits = visible(ancestor_bits, b, my_node, first_key - prefix, end - prefix)
+                    found = find_row(block_table, b, first_key + lane, end, pages, page_size) != MISSING
+                    bits &= np.uint32(cuda.ballot_sync(ALL_LANES, found))
+                    bits >>= np.uint32(2 * (lane & 3))
+                    for n in range(2 * PAIRS):
+                        for e in range(2):
+                            if (bits >> np.uint32(8 * n + e)) & np.uint32(1) == 0:
+                                weights[HALF // 2 * half + 2 * n + e] = NOTHING
+
+            # 4. Online softmax of row my_row, which lies in four neighbouring lanes.
+            highest = max(max(weights[0], weights[1]), max(weights[2], weights[3]))
+            for w in range(4, N_WEIGHTS, 4):
+                other = max(max(weights[w], weights[w + 1]), max(weights[w + 2], weights[w + 3]))
+                highest = max(highest, other)
+            highest = max(highest, cuda.shfl_xor_sync(ALL_LANES, highest, 1))
+            highest = max(highest, cuda.shfl_xor_sync(ALL_LANES, highest, 2))
+            grew = highest > largest + SLACK
+            rescale = np.float32(1)
+            if grew:
+                rescale = exp2(largest - highest)
+                largest = highest
+            # Two maxima of -inf (nothing seen yet) must not be subtracted from each other.
+            shift = largest if largest != NOTHING else np.float32(0)
+            total *= rescale
+            for w in range(0, N_WEIGHTS, 2):
+                weights[w] = exp2(weights[w] - shift)
+                weights[w + 1] = exp2(weights[w + 1] - shift)
+                total += weights[w] + weights[w + 1]
+            for half in range(2):
+                for n in range(2 * PAIRS):
+                    w = HALF // 2 * half + 2 * n
+                    place = lane_weight(lane, inbox, PART, (key_half ^ half) * 2 * PAIRS + n)
+                    store_shared(np.uint32(place), pack(weights[w], weights[w + 1]))
+            if lane & 3 == 0:
+                store_shared(rescales + np.uint32(my_row * 4), rescale)
+            # All weights are there; and the block agrees on whether a maximum has moved.
+            if cuda.syncthreads_or(np.int32(grew)):
+                for m in range(M_TILES):
+                    for h in range(2):
+                        x = load_shared_float(rescales + np.uint32((16 * m + 8 * h + (lane >> 2)) * 4))
+                        for n in range(N_TILES):
+                            s = 4 * (m * N_TILES + n) + 2 * h
+                            acc[s] *= x
+                            acc[s + 1] *= x
+
+            # 5. Values: ROWS x COLUMNS, 16 keys at a time.
+            v_tile = tile_shared + v_first
+            for k in range(KEYS // 16):
+                for n in range(N_TILES // 2):
+                    place = np.uint32((n >> 2) * 128 + k * 16 * ROW_BYTES)
+                    b0, b1, b2, b3 = ldmatrix_x4_trans((v_tile ^ np.uint32(32 * (n & 3))) + place)
+                    v = 4 * n
+                    values[v], values[v + 1], values[v + 2], values[v + 3] = b0, b1, b2, b3
+                for m in range(M_TILES):
+                    a0, a1, a2, a3 = ldmatrix_x4((p_first ^ np.uint32(32 * k)) + np.uint32(2 * m * INBOX))
+                    for n in range(N_TILES):
+                        s = 4 * (m * N_TILES + n)
+                        b0, b1 = values[2 * n], values[2 * n + 1]
+                        acc[s], acc[s + 1], acc[s + 2], acc[s + 3] = mma(
+                            a0, a1, a2, a3, b0, b1, acc[s], acc[s + 1], acc[s + 2], acc[s + 3]
+                        )
+                if copy == "pv" and k < 2:
+                    for c in range(k * COPIES // 2, (k + 1) * COPIES // 2):
+                        copy_piece(c, next_shared, pool, row, warp, lane)
+
+            # The copies of the next tile have been started. Past the last tile they were zeros and nobody reads them.
+            next_key = (tile + 2) * KEYS + copy_row
+            row = find_row(block_table, b, next_key, copy_end, pages, page_size)
+            missing = np.int32(next_key < copy_end and row == MISSING)
+            tile += np.int32(1)
+            cp_async_wait()
+            any_missing |= cuda.syncthreads_or(missing)  # the next tile is complete, and this one is done with
+
+        # The sums are divided at the end, once. A lane has a quarter of its row's total.
+        total += cuda.shfl_xor_sync(ALL_LANES, total, 1)
+        total += cuda.shfl_xor_sync(ALL_LANES, total, 2)
+        if lane & 3 == 0:
+            inverse, logarithm = np.float32(0), NOTHING
+            if first_pair + my_row < used and total != np.float32(0):
+                inverse = np.float32(1) / total
+                logarithm = largest * LN_2 + math.log(total)
+            store_shared(rescales + np.uint32(my_row * 4), inverse)
+            if first_pair + my_row < pairs:
+                lse[first_out + my_row] = logarithm
+        cuda.syncthreads()
+        for m in range(M_TILES):
+            for h in range(2):
+                row_out = 16 * m + 8 * h + (lane >> 2)
+                x = load_shared_float(rescales + np.uint32(row_out * 4))
+                if first_pair + row_out < pairs:
+                    address = out_address + np.uint64(row_out * (4 * LATENT) + warp * (4 * COLUMNS) + (lane & 3) * 8)
+                    for n in range(N_TILES):
+                        s = 4 * (m * N_TILES + n) + 2 * h
+                        v0 = acc[s] * x if x != np.float32(0) else np.float32(0)
+                        v1 = acc[s + 1] * x if x != np.float32(0) else np.float32(0)
+                        store_global_2(address + np.uint64(32 * n), v0, v1)
+
+    return tensor_core_kernel
