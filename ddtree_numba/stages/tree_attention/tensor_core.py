@@ -39,9 +39,20 @@ import numpy as np
 
 from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.stages.tree_attention import mma as ptx
-from ddtree_numba.stages.tree_attention.split_kv import MAX_SPLITS, merge_splits_kernel
+from ddtree_numba.stages.tree_attention.split_kv import MAX_SPLITS, launch_merge, split_buffers
 
-__all__ = ["Tiling", "choose_splits", "choose_tiling", "launch_tensor_core", "make_tensor_core_kernel"]
+__all__ = [
+    "Tiling",
+    "choose_splits",
+    "choose_tiling",
+    "launch_tensor_core",
+    "make_tensor_core_kernel",
+    "place_a",
+    "place_b",
+    "place_b_trans",
+    "place_weight",
+    "why_not",
+]
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
@@ -50,6 +61,9 @@ NOTHING = np.float32(-np.inf)  # the score of a key that is not seen
 
 SLACK = np.float32(8)
 """A row's maximum is left alone until a score passes it by more than this (base 2): weights stay below 2^8."""
+
+SHAPES = ((512, 64), (256, 64), (64, 64))
+"""The (D_c, D_r) that the kernel can be compiled for."""
 
 MISSING = np.uint32(0x80000000)
 """Set in a pool row's number when there is no row to copy: zeros are written instead."""
@@ -104,6 +118,20 @@ class Tiling(NamedTuple):
         """Bytes of dynamic shared memory, with what aligning the start may take."""
         inboxes = self.rows // 8 * self.inbox_bytes
         return 128 + self.rows * self.query_stride + 2 * self.tile_bytes + inboxes + 4 * self.rows
+
+
+def choose_tiling(width: int, latent_width: int, shared_bytes: int) -> Tiling | None:
+    """Return the fastest tiling of which a block fits `shared_bytes` of shared memory; None when none does.
+
+    >>> choose_tiling(576, 512, 227 * 1024).rows, choose_tiling(576, 512, 99 * 1024).rows  # an H200, an RTX PRO 6000
+    (64, 32)
+    """
+    for row_groups, keys, held in ((2, 64, 4), (1, 32, 2), (1, 32, 8)):
+        tiling = Tiling(width, latent_width, row_groups, keys, held)
+        columns = latent_width // (4 * row_groups)
+        if columns >= 16 and 32 * held <= width and tiling.shared_bytes <= shared_bytes:
+            return tiling
+    return None
 
 
 # Where a lane's 16 bytes for ldmatrix lie, from the start of a tile whose rows are `stride` bytes apart. Plain
@@ -230,7 +258,8 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
         ancestor_bits (B, N, W) uint32: rows after the prefix that each node sees; bits from node_count on mean nothing
         node_count (B,) int32: used slots
         scale float32: multiplies the dot product
-        out (splits * B * N * H * D_c,) float32: for each split, the weighted mean of its values; 0 where it sees none
+        out (splits * B * N * H * D_c,) float32: for each split, the weighted mean of its values; where it sees none, 0
+        with one split and anything with several
         lse (splits * B * N * H,) float32: natural logarithm of the sum of exp(score); -inf there
 
         A row whose page lies outside the block table or the pool is not seen: the kernel never reads outside.
@@ -260,9 +289,10 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
         copy_end = min(end, last_tile * KEYS)
         if first_pair >= used or tile >= last_tile:  # for the whole block, so no barrier is left waiting
             for row in range(warp, min(ROWS, pairs - first_pair), WARPS):
-                for column in range(2 * lane, LATENT, 64):
-                    zeros = out_address + np.uint64(row * (4 * LATENT) + column * 4)
-                    store_global_2(zeros, np.float32(0), np.float32(0))
+                if splits == 1:  # parts that saw nothing are not read by the merge
+                    for column in range(2 * lane, LATENT, 64):
+                        zeros = out_address + np.uint64(row * (4 * LATENT) + column * 4)
+                        store_global_2(zeros, np.float32(0), np.float32(0))
                 if lane == 0:
                     lse[first_out + row] = NOTHING
             return
@@ -512,3 +542,127 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
                         store_global_2(address + np.uint64(32 * n), v0, v1)
 
     return tensor_core_kernel
+
+
+def choose_splits(blocks: int, tiles: int, multiprocessors: int, rows: int = 64) -> int:
+    """Return how many splits finish `blocks` blocks of `tiles` tiles first, one block at a time on a multiprocessor.
+
+    Counted in the time of one tile: a block's own start and end take `_BLOCK_OVERHEAD`; the last wave of blocks
+    takes as long as a full one; and merging takes `_MERGE_OVERHEAD` and reads the parts.
+
+    >>> choose_splits(33, 128, 132), choose_splits(264, 128, 132)
+    (4, 1)
+    """
+    best, best_time = 1, math.inf
+    for splits in range(1, min(MAX_SPLITS, max(1, tiles // 2)) + 1):
+        waves = -(-blocks * splits // multiprocessors)
+        time = waves * (-(-tiles // splits) + _BLOCK_OVERHEAD)
+        if splits > 1:
+            time += _MERGE_OVERHEAD + blocks * splits * rows * _MERGE_EACH
+        if time < best_time:
+            best, best_time = splits, time
+    return best
+
+
+_BLOCK_OVERHEAD = 3.0
+_MERGE_OVERHEAD = 1.0
+_MERGE_EACH = 4096 / 3.5e12 / 2.8e-6  # a row's part written and read, at 3.5 TB/s, over 2.8 us for a tile
+
+
+def launch_tensor_core(
+    q: Any,
+    kv_pool: Any,
+    block_table: Any,
+    prefix_lengths: Any,
+    ancestor_bits: Any,
+    node_count: Any,
+    scale: np.float32,
+    is_bfloat16: np.int32,
+    out: Any,
+    lse: Any,
+    stream: Any,
+    splits: int | None = None,
+    tiling: Tiling | None = None,
+) -> None:
+    """Start `tensor_core_kernel`, and the merge if there are splits, on arrays that `tree_attention` has checked.
+
+    `splits` and `tiling` None leave them to `choose_splits` and `choose_tiling`. The lengths are on the device, so
+    the splits go by the most rows that the block table has room for.
+    """
+    batch, nodes, heads, width = q.shape
+    pairs, latent_width = nodes * heads, out.shape[3]
+    fault = why_not(q.dtype, width, latent_width)
+    if fault:
+        raise ValueError(f"{fault} (other versions of tree_attention take it)")
+    if tiling is None:
+        tiling = choose_tiling(width, latent_width, shared_memory_per_block())
+    blocks = -(-pairs // tiling.rows)
+    if splits is None:
+        tiles = -(-block_table.shape[1] * kv_pool.shape[1] // tiling.keys)
+        multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT
+        splits = choose_splits(blocks * batch, tiles, multiprocessors, tiling.rows)
+    parts, part_lse = out.reshape(out.size), lse.reshape(lse.size)
+    if splits > 1:
+        parts, part_lse = split_buffers(splits, batch * pairs, latent_width, stream)
+    kernel = make_tensor_core_kernel(tiling, bool(is_bfloat16))
+    arguments = (
+        q.reshape(batch, pairs, width),
+        kv_pool,
+        block_table,
+        prefix_lengths,
+        ancestor_bits,
+        node_count,
+        scale,
+        parts,
+        part_lse,
+    )
+    _allow_shared_memory(kernel, arguments, tiling.shared_bytes)
+    kernel[(blocks, splits, batch), tiling.threads, stream, tiling.shared_bytes](*arguments)
+    if splits > 1:
+        launch_merge(parts, part_lse, splits, out, lse, stream)
+
+
+def why_not(dtype: Any, width: int, latent_width: int) -> str | None:
+    """Return why this version can't take such arrays on this machine, in one line, or None when it can."""
+    if not ON_GPU:
+        return "version: got 'tensor_core', needs a GPU with tensor cores: the simulator has none"
+    if np.dtype(dtype) not in (np.dtype(np.uint16), np.dtype(np.float16)):
+        return f"q: got {np.dtype(dtype)}, version 'tensor_core' needs float16 or uint16 (bfloat16)"
+    if (latent_width, width - latent_width) not in SHAPES:
+        shapes = " or ".join(f"{latent} + {rope}" for latent, rope in SHAPES)
+        return f"q: got rows of {latent_width} + {width - latent_width}, version 'tensor_core' needs {shapes}"
+    capability = cuda.get_current_device().compute_capability
+    if tuple(capability) < (8, 0):
+        return f"version: got 'tensor_core', needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    shared = shared_memory_per_block()
+    if choose_tiling(width, latent_width, shared) is None:
+        least = Tiling(width, latent_width, 1, 32, 8).shared_bytes
+        return f"version: 'tensor_core' needs {least} bytes of shared memory a block, this GPU has {shared}"
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def shared_memory_per_block() -> int:
+    """Return the most dynamic shared memory that a block of the current device may ask for."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    error, value = driver.cuDeviceGetAttribute(attribute, cuda.get_current_device().id)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuDeviceGetAttribute answers {error}")
+    return int(value)
+
+
+def _allow_shared_memory(kernel: Any, arguments: tuple[Any, ...], shared_bytes: int) -> None:
+    """Compile `kernel` for `arguments` if need be, and allow it more than the 48 KB that every kernel may have."""
+    from cuda.bindings import driver
+
+    types = tuple(kernel.typeof_pyval(argument) for argument in arguments)
+    if types not in kernel.overloads:
+        kernel.compile(types)
+        handle = kernel.overloads[types]._codelibrary.get_cufunc().kernel.handle
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        device = cuda.get_current_device().id
+        (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuKernelSetAttribute answers {error} for {shared_bytes} bytes of shared memory")
