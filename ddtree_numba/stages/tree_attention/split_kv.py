@@ -40,7 +40,7 @@ _NOTHING = np.float32(-np.inf)  # the score of a key that is not seen
 _SIDE = 4  # a thread scores _SIDE rows against _SIDE keys at once
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> Any:
     """Return `split_kv_kernel` compiled for one pair of widths: shared and register arrays need constant sizes.
 
@@ -53,6 +53,11 @@ def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> An
     SCORES_EACH = -(-SCORES // THREADS)  # scores that a thread finishes
     SIDE, SQUARE = _SIDE, _SIDE * _SIDE
     SUMS = ROWS * COLUMNS
+    HALF = ROWS // 2
+    PART = HALF * COLUMNS
+    # Numbers of its slice that a thread takes in one go, so that the loop itself costs little.
+    UNROLL = next(u for u in (4, 2, 1) if u == 1 or width % (SLICES * u) == 0)
+    LOADS = min(18, -(-width // LANES))  # of a tile row, that a thread has under way at once
     NOTHING = _NOTHING
 
     @cuda.jit
@@ -93,12 +98,13 @@ def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> An
         weights = cuda.shared.array((KEYS, ROWS), np.float32)
         row_largest = cuda.shared.array(ROWS, np.float32)
         row_rescale = cuda.shared.array(ROWS, np.float32)
-        thread, b, split = cuda.threadIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
+        # Unsigned, here and in the innermost loops: a negative index counts from the end of its axis, and where the
+        # compiler knows that there is none it drops the test. That is a quarter of the registers.
+        thread, b, split = np.uint32(cuda.threadIdx.x), cuda.blockIdx.y, cuda.blockIdx.z
         pairs, heads, first_pair = q.shape[1], q.shape[1] // ancestor_bits.shape[1], cuda.blockIdx.x * ROWS
         page_size, max_pages = kv_pool.shape[1], block_table.shape[1]
         nodes = max(0, min(node_count[b], ancestor_bits.shape[1]))
         used_pairs = nodes * heads
-
 
         # Tiles of the prefix, then tiles of the tree: only in those can a row be seen by one node and not by another.
         capacity = np.int64(max_pages) * page_size
@@ -119,16 +125,17 @@ def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> An
         # Where this thread stands in the scores: keys key_group + i * KEY_GROUPS, rows row_group * SIDE + i.
         slice_, group = thread % SLICES, thread // SLICES
         key_group, row_group = group % KEY_GROUPS, group // KEY_GROUPS
-        my_pairs = cuda.local.array(SIDE, np.int32)
+        my_pairs = cuda.local.array(SIDE, np.uint32)
         for i in range(SIDE):
             # Past the last used pair it is repeated: those results are dropped.
             my_pairs[i] = min(first_pair + row_group * SIDE + i, used_pairs - 1)
 
         products = cuda.local.array(SQUARE, np.float32)
+        loaded = cuda.local.array(LOADS, np.float32)
         side = cuda.local.array(SIDE, np.float32)
         largest = cuda.local.array(SCORES_EACH, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
-        part = cuda.local.array(SUMS, np.float32)
+        part = cuda.local.array(PART, np.float32)
         value = cuda.local.array(COLUMNS, np.float32)
         total = np.float32(0)  # of row `thread`, in the first ROWS threads
         for e in range(SCORES_EACH):
@@ -136,6 +143,11 @@ def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> An
         for r in range(ROWS):
             for c in range(COLUMNS):
                 sums[r * COLUMNS + c] = np.float32(0)
+
+        # No tile writes the columns past the width; the last columns of the last threads lie there.
+        for k in range(KEYS):
+            for d in range(width + thread, FILLED, THREADS):
+                tile[k, d] = np.float32(0)
 
         for t in range(first_tile, last_tile):
             in_tree = t >= prefix_tiles
@@ -151,13 +163,22 @@ def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> An
                 if first + k < end and 0 <= key_row < capacity:
                     page = block_table[b, key_row // page_size]
                 there = 0 <= page < kv_pool.shape[0]
-                offset = key_row % page_size
-                for d in range(thread % LANES, FILLED, LANES):
-                    x = np.float32(0)
-                    if there and d < width:
-                        y = kv_pool[page, offset, d]
-                        x = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
-                    tile[k, d] = x
+                if there:
+                    u_page, u_offset = np.uint32(page), np.uint32(key_row % page_size)
+                    for start in range(thread % LANES, width, LANES * LOADS):
+                        # All loads are under way before the first is waited for.
+                        for i in range(LOADS):
+                            d = np.uint32(start) + np.uint32(i * LANES)
+                            if d < width:
+                                y = kv_pool[u_page, u_offset, d]
+                                loaded[i] = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
+                        for i in range(LOADS):
+                            d = np.uint32(start) + np.uint32(i * LANES)
+                            if d < width:
+                                tile[np.uint32(k), d] = loaded[i]
+                else:
+                    for d in range(thread % LANES, width, LANES):
+                        tile[np.uint32(k), np.uint32(d)] = np.float32(0)
                 if thread % LANES == 0:
                     present[k] = there
             cuda.syncthreads()  # the tile is complete
@@ -165,14 +186,16 @@ def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> An
             # 2. A slice of 4 x 4 dot products. Every load serves four of them.
             for i in range(SQUARE):
                 products[i] = np.float32(0)
-            for d in range(slice_, width, SLICES):
-                for i in range(SIDE):
-                    side[i] = tile[key_group + i * KEY_GROUPS, d]
-                for i in range(SIDE):
-                    y = q[b, my_pairs[i], d]
-                    x = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
-                    for j in range(SIDE):
-                        products[i * SIDE + j] += x * side[j]
+            for start in range(slice_, width, SLICES * UNROLL):
+                for u in range(UNROLL):
+                    d = np.uint32(start) + np.uint32(u * SLICES)
+                    for i in range(SIDE):
+                        side[i] = tile[np.uint32(key_group) + np.uint32(i * KEY_GROUPS), d]
+                    for i in range(SIDE):
+                        y = q[b, my_pairs[i], d]
+                        x = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
+                        for j in range(SIDE):
+                            products[i * SIDE + j] += x * side[j]
             for i in range(SIDE):
                 for j in range(SIDE):
                     score_index = (row_group * SIDE + i) * KEYS + key_group + j * KEY_GROUPS
@@ -216,30 +239,33 @@ def make_split_kv_kernel(width: int, latent_width: int, is_bfloat16: bool) -> An
                         row_largest[r], row_rescale[r] = new_largest, rescale
             cuda.syncthreads()  # all weights are there
 
-            # 5. Add the tile's values to the columns of this thread. The tile gets a sum of its own first: a float32
-            # sum loses digits with its number of terms.
-            for r in range(ROWS):
-                for c in range(COLUMNS):
-                    part[r * COLUMNS + c] = np.float32(0)
-            if in_tree:
-                for k in range(KEYS):
+            # 5. Add the tile's values to the columns of this thread, half of the rows at a time. The tile gets a sum of
+            # its own first: a float32 sum loses digits with its number of terms.
+            for h in range(ROWS // HALF):
+                for i in range(HALF):
                     for c in range(COLUMNS):
-                        value[c] = tile[k, thread + c * THREADS]
-                    for r in range(ROWS):
-                        # A row that this node does not see may hold NaN, and 0 * NaN is NaN.
-                        if weights[k, r] != np.float32(0):
-                            for c in range(COLUMNS):
-                                part[r * COLUMNS + c] += weights[k, r] * value[c]
-            else:
-                for k in range(KEYS):
-                    for c in range(COLUMNS):
-                        value[c] = tile[k, thread + c * THREADS]
-                    for r in range(ROWS):
+                        part[i * COLUMNS + c] = np.float32(0)
+                if in_tree:
+                    for k in range(KEYS):
                         for c in range(COLUMNS):
-                            part[r * COLUMNS + c] += weights[k, r] * value[c]
-            for r in range(ROWS):
-                for c in range(COLUMNS):
-                    sums[r * COLUMNS + c] = sums[r * COLUMNS + c] * row_rescale[r] + part[r * COLUMNS + c]
+                            value[c] = tile[np.uint32(k), np.uint32(thread) + np.uint32(c * THREADS)]
+                        for i in range(HALF):
+                            # A row that this node does not see may hold NaN, and 0 * NaN is NaN.
+                            weight = weights[np.uint32(k), h * HALF + i]
+                            if weight != np.float32(0):
+                                for c in range(COLUMNS):
+                                    part[i * COLUMNS + c] += weight * value[c]
+                else:
+                    for k in range(KEYS):
+                        for c in range(COLUMNS):
+                            value[c] = tile[np.uint32(k), np.uint32(thread) + np.uint32(c * THREADS)]
+                        for i in range(HALF):
+                            for c in range(COLUMNS):
+                                part[i * COLUMNS + c] += weights[np.uint32(k), h * HALF + i] * value[c]
+                for i in range(HALF):
+                    for c in range(COLUMNS):
+                        sum_index = (h * HALF + i) * COLUMNS + c
+                        sums[sum_index] = sums[sum_index] * row_rescale[h * HALF + i] + part[i * COLUMNS + c]
             if thread < ROWS:
                 tile_total = np.float32(0)
                 for k in range(KEYS):
@@ -314,7 +340,7 @@ def split_buffers(splits: int, rows: int, latent_width: int, stream: Any) -> tup
 
 def launch_merge(parts: Any, part_lse: Any, splits: int, out: Any, lse: Any, stream: Any) -> None:
     """Start `merge_splits_kernel` on flat `parts` and `part_lse`; `out` (..., D_c) and `lse` (...) are the result's."""
-    latent_width = out.shape[-1]
+    latent_width = out.shape[len(out.shape) - 1]
     rows = out.size // latent_width
     merge_splits_kernel[rows, block_threads(128, simulator=4), stream](
         parts.reshape(splits, rows, latent_width),
@@ -344,6 +370,7 @@ def launch_split_kv(
     is_bfloat16: np.int32,
     out: Any,
     lse: Any,
+    *,
     stream: Any,
     splits: int | None = None,
 ) -> None:

@@ -159,7 +159,7 @@ def place_weight(lane, inbox, part, chunk):
     return inbox + (lane >> 2) * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 3) * 4
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk") -> Any:
     """Return `tensor_core_kernel` for one tiling and number format."""
     WIDTH, LATENT, _, KEYS, HELD = tiling
@@ -302,14 +302,15 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
         inboxes = tiles_shared + np.uint32(2 * TILE)
         rescales = inboxes + np.uint32(ROWS // 8 * INBOX)  # one float32 for each row
 
-        # Q: the columns that will be held in registers pass through the inboxes, which are free now.
+        # Q: the columns that will be held in registers pass through the other tile's buffer, which is free now.
+        staging = tiles_shared + np.uint32(((tile + 1) & 1) * TILE)
         q_row = global_address(q) + np.uint64((np.int64(b) * pairs + first_pair) * ROW_BYTES)
         for row in range(warp, ROWS, WARPS):
             there = first_pair + row < used
             for chunk in range(lane, CHUNKS, 32):
                 place = (chunk ^ (row & 7)) << 4
                 if chunk < 4 * HELD:
-                    target = inboxes + np.uint32(row * HELD_STRIDE + place)
+                    target = staging + np.uint32(row * HELD_STRIDE + place)
                 else:
                     target = q_shared + np.uint32(row * Q_STRIDE + place - HELD_STRIDE)
                 source = q_row + np.uint64((row * ROW_BYTES if there else 0) + chunk * 16)
@@ -333,7 +334,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
         key_half, step_half = octet >> 1, octet & 1
         q_place = lane_a(lane, Q_STRIDE) ^ (step_half << 5)
         q_even = q_shared + np.uint32(group * 32 * Q_STRIDE + q_place)
-        held_even = inboxes + np.uint32(group * 32 * HELD_STRIDE + (lane_a(lane, HELD_STRIDE) ^ (step_half << 5)))
+        held_even = staging + np.uint32(group * 32 * HELD_STRIDE + (lane_a(lane, HELD_STRIDE) ^ (step_half << 5)))
         k_even = np.uint32(key_half * (KEYS // 2) * ROW_BYTES + (lane_b(lane, ROW_BYTES) ^ (step_half << 5)))
         chunk = warp * (COLUMNS // 8)
         v_first = np.uint32((lane_b_trans(lane, ROW_BYTES) ^ ((chunk & 7) << 4)) + (chunk >> 3) * 128)
@@ -359,7 +360,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
             acc[i] = np.float32(0)
         largest, total = NOTHING, np.float32(0)  # of row my_row, base 2; `total` of this lane's keys alone
         factor = scale * LOG2_E
-        any_missing = cuda.syncthreads_or(missing)  # and all have taken their part of Q from the inboxes
+        any_missing = cuda.syncthreads_or(missing)  # and all have taken their part of Q from `staging`
 
         while tile < last_tile:
             tile_shared = tiles_shared + np.uint32((tile & 1) * TILE)
@@ -580,6 +581,7 @@ def launch_tensor_core(
     is_bfloat16: np.int32,
     out: Any,
     lse: Any,
+    *,
     stream: Any,
     splits: int | None = None,
     tiling: Tiling | None = None,
@@ -641,7 +643,7 @@ def why_not(dtype: Any, width: int, latent_width: int) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def shared_memory_per_block() -> int:
     """Return the most dynamic shared memory that a block of the current device may ask for."""
     from cuda.bindings import driver
