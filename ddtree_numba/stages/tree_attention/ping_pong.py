@@ -33,8 +33,10 @@ import numpy as np
 
 from ddtree_numba.backend import cuda
 from ddtree_numba.stages.tree_attention import mma as ptx
+from ddtree_numba.stages.tree_attention.tensor_core import launch_in_splits, shared_memory_per_block
+from ddtree_numba.stages.tree_attention.tensor_core import why_not as why_not_tensor_core
 
-__all__ = ["PingPongTiling", "make_ping_pong_kernel"]
+__all__ = ["PingPongTiling", "launch_ping_pong", "make_ping_pong_kernel", "why_not"]
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
@@ -510,3 +512,51 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
                     store_global_2(address + np.uint64(32 * n), v0, v1)
 
     return ping_pong_kernel
+
+
+def launch_ping_pong(
+    q: Any,
+    kv_pool: Any,
+    block_table: Any,
+    prefix_lengths: Any,
+    ancestor_bits: Any,
+    node_count: Any,
+    scale: np.float32,
+    is_bfloat16: np.int32,
+    out: Any,
+    lse: Any,
+    *,
+    stream: Any,
+    splits: int | None = None,
+    tiling: PingPongTiling | None = None,
+) -> None:
+    """Start `ping_pong_kernel`, and the merge if there are splits, on arrays that `tree_attention` has checked.
+
+    `splits` and `tiling` None leave them to `choose_splits` and `_tiling`.
+    """
+    width, latent_width = q.shape[3], out.shape[3]
+    fault = why_not(q.dtype, width, latent_width)
+    if fault:
+        raise ValueError(f"{fault} (other versions of tree_attention take it)")
+    tiling = _tiling(width, latent_width) if tiling is None else tiling
+    kernel = make_ping_pong_kernel(tiling, bool(is_bfloat16))
+    inputs = (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count, scale)
+    launch_in_splits(kernel, tiling, inputs, out, lse, stream, splits)
+
+
+def why_not(dtype: Any, width: int, latent_width: int) -> str | None:
+    """Return why this version can't take such arrays on this machine, in one line, or None when it can."""
+    fault = why_not_tensor_core(dtype, width, latent_width)
+    if fault:
+        return fault.replace("tensor_core", "ping_pong")
+    capability = cuda.get_current_device().compute_capability
+    if tuple(capability) < (9, 0):
+        return f"version: got 'ping_pong', needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    needed, shared = _tiling(width, latent_width).shared_bytes, shared_memory_per_block()
+    if needed > shared:
+        return f"version: 'ping_pong' needs {needed} bytes of shared memory a block, this GPU has {shared}"
+    return None
+
+
+def _tiling(width: int, latent_width: int) -> PingPongTiling:
+    return PingPongTiling(width, latent_width, row_groups=2, keys=64, held=min(4, width // 64 * 2))

@@ -160,7 +160,7 @@ def place_weight(lane, inbox, part, chunk):
 
 
 @functools.cache
-def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk") -> Any:
+def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
     """Return `tensor_core_kernel` for one tiling and number format."""
     WIDTH, LATENT, _, KEYS, HELD = tiling
     ROWS, WARPS = tiling.rows, tiling.threads // 32
@@ -175,6 +175,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
     LANES = REST if REST else 32
     AT_ONCE = 32 // LANES
     COPIES = ROWS_EACH * FULL + (ROWS_EACH // AT_ONCE if REST else 0)
+    THIRD = -(-STEPS // 3)
     COPIES_EACH = -(-COPIES // STEPS)
     COLUMNS = LATENT // WARPS  # of a warp
     N_TILES, M_TILES = COLUMNS // 8, ROWS // 16
@@ -226,6 +227,13 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
             cp_async_16(target, source + np.uint64((chunk << 4) + first), size)
 
     @inline
+    def copy_pieces(i, tile, pool, row, warp, lane):
+        """Start the copies that go with score step i."""
+        for c in range(COPIES_EACH):
+            if i * COPIES_EACH + c < COPIES:
+                copy_piece(i * COPIES_EACH + c, tile, pool, row, warp, lane)
+
+    @inline
     def visible(ancestor_bits, b, node, slot, slots):
         """Return bits for 32 rows from tree slot `slot` on (negative: still in the prefix): 1 where `node` sees it."""
         bits = np.uint32(0)
@@ -246,6 +254,37 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
         if left < 32:
             bits &= (np.uint32(1) << np.uint32(max(left, 0))) - np.uint32(1)
         return np.uint32(bits)
+
+    @inline
+    def score_step(i, held, q_even, k_even, scores):
+        """Add step i of this warp, 16 columns of Q and K, to its 32 x KEYS / 2 scores."""
+        if i < HELD:
+            h = 8 * i
+            a0, a1, a2, a3 = held[h], held[h + 1], held[h + 2], held[h + 3]
+            a4, a5, a6, a7 = held[h + 4], held[h + 5], held[h + 6], held[h + 7]
+        else:
+            address = (q_even ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128 - HELD_STRIDE)
+            a0, a1, a2, a3 = ldmatrix_x4(address)
+            a4, a5, a6, a7 = ldmatrix_x4(address + np.uint32(16 * Q_STRIDE))
+        place = (k_even ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128)
+        for n in range(PAIRS):
+            b0, b1, b2, b3 = ldmatrix_x4(place + np.uint32(16 * n * ROW_BYTES))
+            s = 8 * n
+            scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                a0, a1, a2, a3, b0, b1, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+            )
+            s = 8 * n + 4
+            scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                a0, a1, a2, a3, b2, b3, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+            )
+            s = HALF + 8 * n
+            scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                a4, a5, a6, a7, b0, b1, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+            )
+            s = HALF + 8 * n + 4
+            scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
+                a4, a5, a6, a7, b2, b3, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+            )
 
     @cuda.jit(lto=False)
     def tensor_core_kernel(q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count, scale, out, lse):
@@ -371,38 +410,16 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
             k_tile = tile_shared + k_even
             for i in range(N_SCORES):
                 scores[i] = np.float32(0)
-            for i in range(STEPS):
-                if i < HELD:
-                    h = 8 * i
-                    a0, a1, a2, a3 = held[h], held[h + 1], held[h + 2], held[h + 3]
-                    a4, a5, a6, a7 = held[h + 4], held[h + 5], held[h + 6], held[h + 7]
-                else:
-                    address = (q_even ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128 - HELD_STRIDE)
-                    a0, a1, a2, a3 = ldmatrix_x4(address)
-                    a4, a5, a6, a7 = ldmatrix_x4(address + np.uint32(16 * Q_STRIDE))
-                for n in range(PAIRS):
-                    address = (k_tile ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128 + 16 * n * ROW_BYTES)
-                    b0, b1, b2, b3 = ldmatrix_x4(address)
-                    s = 8 * n
-                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
-                        a0, a1, a2, a3, b0, b1, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
-                    )
-                    s = 8 * n + 4
-                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
-                        a0, a1, a2, a3, b2, b3, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
-                    )
-                    s = HALF + 8 * n
-                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
-                        a4, a5, a6, a7, b0, b1, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
-                    )
-                    s = HALF + 8 * n + 4
-                    scores[s], scores[s + 1], scores[s + 2], scores[s + 3] = mma(
-                        a4, a5, a6, a7, b2, b3, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
-                    )
-                if copy == "qk":
-                    for c in range(COPIES_EACH):
-                        if i * COPIES_EACH + c < COPIES:
-                            copy_piece(i * COPIES_EACH + c, next_shared, pool, row, warp, lane)
+            # Three loops: the compiler unrolls one of 6 steps for certain, one of 18 when it likes to.
+            for i in range(THIRD):
+                score_step(i, held, q_even, k_tile, scores)
+                copy_pieces(i, next_shared, pool, row, warp, lane)
+            for i in range(THIRD, 2 * THIRD):
+                score_step(i, held, q_even, k_tile, scores)
+                copy_pieces(i, next_shared, pool, row, warp, lane)
+            for i in range(2 * THIRD, STEPS):
+                score_step(i, held, q_even, k_tile, scores)
+                copy_pieces(i, next_shared, pool, row, warp, lane)
 
             # 2. Exchange. Octet o of the group is register pair o % 2 of the 16 rows o // 2. The warp that differs in
             # bit 0 has the other steps of the same keys, the two that differ in bit 1 have the other keys.
@@ -421,9 +438,6 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
                     first = scores[s + 2] if step_half else scores[s]
                     second = scores[HALF + s + 2] if step_half else scores[HALF + s]
                     weights[2 * n + e] = second if key_half else first
-            if copy == "ex":
-                for c in range(COPIES):
-                    copy_piece(c, next_shared, pool, row, warp, lane)
             named_barrier(1 + group, 128)  # the four warps' messages are there
             for n in range(PAIRS):
                 w, source = 4 * n, inbox + np.uint32(lane * 16 + 512 * n)
@@ -506,9 +520,6 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool, copy: str = "qk")
                         acc[s], acc[s + 1], acc[s + 2], acc[s + 3] = mma(
                             a0, a1, a2, a3, b0, b1, acc[s], acc[s + 1], acc[s + 2], acc[s + 3]
                         )
-                if copy == "pv" and k < 2:
-                    for c in range(k * COPIES // 2, (k + 1) * COPIES // 2):
-                        copy_piece(c, next_shared, pool, row, warp, lane)
 
             # The copies of the next tile have been started. Past the last tile they were zeros and nobody reads them.
             next_key = (tile + 2) * KEYS + copy_row
@@ -591,13 +602,27 @@ def launch_tensor_core(
     `splits` and `tiling` None leave them to `choose_splits` and `choose_tiling`. The lengths are on the device, so
     the splits go by the most rows that the block table has room for.
     """
-    batch, nodes, heads, width = q.shape
-    pairs, latent_width = nodes * heads, out.shape[3]
+    width, latent_width = q.shape[3], out.shape[3]
     fault = why_not(q.dtype, width, latent_width)
     if fault:
         raise ValueError(f"{fault} (other versions of tree_attention take it)")
     if tiling is None:
         tiling = choose_tiling(width, latent_width, shared_memory_per_block())
+    kernel = make_tensor_core_kernel(tiling, bool(is_bfloat16))
+    inputs = (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count, scale)
+    launch_in_splits(kernel, tiling, inputs, out, lse, stream, splits)
+
+
+def launch_in_splits(
+    kernel: Any, tiling: Any, inputs: tuple[Any, ...], out: Any, lse: Any, stream: Any, splits: int | None
+) -> None:
+    """Start `kernel`, and the merge if there are splits; None leaves their number to `choose_splits`.
+
+    The lengths are on the device, so the splits go by the most rows that the block table has room for.
+    """
+    q, kv_pool, block_table = inputs[:3]
+    batch, nodes, heads, width = q.shape
+    pairs = nodes * heads
     blocks = -(-pairs // tiling.rows)
     if splits is None:
         tiles = -(-block_table.shape[1] * kv_pool.shape[1] // tiling.keys)
@@ -605,19 +630,8 @@ def launch_tensor_core(
         splits = choose_splits(blocks * batch, tiles, multiprocessors, tiling.rows)
     parts, part_lse = out.reshape(out.size), lse.reshape(lse.size)
     if splits > 1:
-        parts, part_lse = split_buffers(splits, batch * pairs, latent_width, stream)
-    kernel = make_tensor_core_kernel(tiling, bool(is_bfloat16))
-    arguments = (
-        q.reshape(batch, pairs, width),
-        kv_pool,
-        block_table,
-        prefix_lengths,
-        ancestor_bits,
-        node_count,
-        scale,
-        parts,
-        part_lse,
-    )
+        parts, part_lse = split_buffers(splits, batch * pairs, tiling.latent_width, stream)
+    arguments = (q.reshape(batch, pairs, width), *inputs[1:], parts, part_lse)
     _allow_shared_memory(kernel, arguments, tiling.shared_bytes)
     kernel[(blocks, splits, batch), tiling.threads, stream, tiling.shared_bytes](*arguments)
     if splits > 1:
