@@ -154,9 +154,9 @@ def place_b_trans(lane, stride):
     return (lane & 15) * stride + (((lane >> 4) ^ (lane & 7)) << 4)
 
 
-def place_weight(lane, inbox, part, chunk):
-    """Where a lane stores two weights of its row `lane // 4`: element 2 (lane % 4) of the 8 keys of `chunk`."""
-    return inbox + (lane >> 2) * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 3) * 4
+def place_weight(lane, chunk):
+    """Two weights of row lane // 4, in rows of 128 bytes: elements 2 (lane % 4) and the next of the 8 of `chunk`."""
+    return (lane >> 2) * 128 + ((chunk ^ (lane >> 2)) << 4) + (lane & 3) * 4
 
 
 @functools.cache
@@ -286,6 +286,84 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 a4, a5, a6, a7, b2, b3, scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
             )
 
+    @inline
+    def send_scores(scores, weights, octet, group_inboxes, lane):
+        """Send the partial scores of the three other warps' rows to their inboxes; keep those of the own rows.
+
+        Octet o of the group is register pair o % 2 of the 16 rows o // 2. The warp that differs in bit 0 has the other
+        steps of the same keys, the two that differ in bit 1 have the other keys.
+        """
+        for o in range(4):
+            if o != octet:
+                target = group_inboxes + np.uint32(o * INBOX + ((o ^ octet) - 1) * PART + lane * 16)
+                for n in range(PAIRS):
+                    r = HALF * (o >> 1) + 2 * (o & 1) + 8 * n
+                    store_shared_4(
+                        target + np.uint32(512 * n), scores[r], scores[r + 1], scores[r + 4], scores[r + 5]
+                    )
+        for n in range(2 * PAIRS):
+            for e in range(2):
+                s = 4 * n + e
+                first = scores[s + 2] if octet & 1 else scores[s]
+                second = scores[HALF + s + 2] if octet & 1 else scores[HALF + s]
+                weights[2 * n + e] = second if octet >> 1 else first
+
+    @inline
+    def receive_scores(weights, inbox, lane, factor):
+        """Add what the three other warps sent: a whole row now lies in four lanes, first the keys of this warp."""
+        for n in range(PAIRS):
+            w, source = 4 * n, inbox + np.uint32(lane * 16 + 512 * n)
+            x0, x1, x2, x3 = load_shared_4(source)
+            y0, y1, y2, y3 = load_shared_4(source + np.uint32(PART))
+            z0, z1, z2, z3 = load_shared_4(source + np.uint32(2 * PART))
+            weights[w] = (weights[w] + x0) * factor
+            weights[w + 1] = (weights[w + 1] + x1) * factor
+            weights[w + 2] = (weights[w + 2] + x2) * factor
+            weights[w + 3] = (weights[w + 3] + x3) * factor
+            w += HALF // 2
+            weights[w] = (y0 + z0) * factor
+            weights[w + 1] = (y1 + z1) * factor
+            weights[w + 2] = (y2 + z2) * factor
+            weights[w + 3] = (y3 + z3) * factor
+
+    @inline
+    def row_maximum(weights):
+        """Return the largest weight of a row, which lies in four neighbouring lanes."""
+        highest = max(max(weights[0], weights[1]), max(weights[2], weights[3]))
+        for w in range(4, N_WEIGHTS, 4):
+            highest = max(highest, max(max(weights[w], weights[w + 1]), max(weights[w + 2], weights[w + 3])))
+        highest = max(highest, cuda.shfl_xor_sync(ALL_LANES, highest, 1))
+        return max(highest, cuda.shfl_xor_sync(ALL_LANES, highest, 2))
+
+    @inline
+    def store_weights(weights, inbox, key_half, lane):
+        """Round the weights of row lane // 4 to 16 bits and put them where the messages were."""
+        for half in range(2):
+            for n in range(2 * PAIRS):
+                w = HALF // 2 * half + 2 * n
+                chunk = (key_half ^ half) * 2 * PAIRS + n
+                place = inbox + np.uint32(lane_weight(lane, chunk))
+                store_shared(place, pack(weights[w], weights[w + 1]))
+
+    @inline
+    def add_values(acc, values, p_first, v_tile):
+        """Add the tile's values, weighed: ROWS x COLUMNS, 16 keys at a time."""
+        for k in range(KEYS // 16):
+            for n in range(N_TILES // 2):
+                place = np.uint32((n >> 2) * 128 + k * 16 * ROW_BYTES)
+                v = 4 * n
+                values[v], values[v + 1], values[v + 2], values[v + 3] = ldmatrix_x4_trans(
+                    (v_tile ^ np.uint32(32 * (n & 3))) + place
+                )
+            for m in range(M_TILES):
+                a0, a1, a2, a3 = ldmatrix_x4((p_first ^ np.uint32(32 * k)) + np.uint32(2 * m * INBOX))
+                for n in range(N_TILES):
+                    s = 4 * (m * N_TILES + n)
+                    b0, b1 = values[2 * n], values[2 * n + 1]
+                    acc[s], acc[s + 1], acc[s + 2], acc[s + 3] = mma(
+                        a0, a1, a2, a3, b0, b1, acc[s], acc[s + 1], acc[s + 2], acc[s + 3]
+                    )
+
     @cuda.jit(lto=False)
     def tensor_core_kernel(q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count, scale, out, lse):
         """Attend from ROWS (node, head) pairs of one request to its keys, or to one split of them.
@@ -388,9 +466,8 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
         for i in range(HELD):
             for m in range(2):
                 address = (held_even ^ np.uint32(64 * (i & 1))) + np.uint32((i >> 1) * 128 + 16 * m * HELD_STRIDE)
-                a0, a1, a2, a3 = ldmatrix_x4(address)
                 h = 8 * i + 4 * m
-                held[h], held[h + 1], held[h + 2], held[h + 3] = a0, a1, a2, a3
+                held[h], held[h + 1], held[h + 2], held[h + 3] = ldmatrix_x4(address)
         acc = cuda.local.array(N_ACC, np.float32)
         scores = cuda.local.array(N_SCORES, np.float32)
         weights = cuda.local.array(N_WEIGHTS, np.float32)
@@ -421,41 +498,12 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 score_step(i, held, q_even, k_tile, scores)
                 copy_pieces(i, next_shared, pool, row, warp, lane)
 
-            # 2. Exchange. Octet o of the group is register pair o % 2 of the 16 rows o // 2. The warp that differs in
-            # bit 0 has the other steps of the same keys, the two that differ in bit 1 have the other keys.
-            for o in range(4):
-                if o != octet:
-                    s = HALF * (o >> 1) + 2 * (o & 1)
-                    target = group_inboxes + np.uint32(o * INBOX + ((o ^ octet) - 1) * PART + lane * 16)
-                    for n in range(PAIRS):
-                        r = s + 8 * n
-                        store_shared_4(
-                            target + np.uint32(512 * n), scores[r], scores[r + 1], scores[r + 4], scores[r + 5]
-                        )
-            for n in range(2 * PAIRS):
-                for e in range(2):
-                    s = 4 * n + e
-                    first = scores[s + 2] if step_half else scores[s]
-                    second = scores[HALF + s + 2] if step_half else scores[HALF + s]
-                    weights[2 * n + e] = second if key_half else first
+            # 2. Exchange.
+            send_scores(scores, weights, octet, group_inboxes, lane)
             named_barrier(1 + group, 128)  # the four warps' messages are there
-            for n in range(PAIRS):
-                w, source = 4 * n, inbox + np.uint32(lane * 16 + 512 * n)
-                x0, x1, x2, x3 = load_shared_4(source)
-                y0, y1, y2, y3 = load_shared_4(source + np.uint32(PART))
-                z0, z1, z2, z3 = load_shared_4(source + np.uint32(2 * PART))
-                weights[w] = (weights[w] + x0) * factor
-                weights[w + 1] = (weights[w + 1] + x1) * factor
-                weights[w + 2] = (weights[w + 2] + x2) * factor
-                weights[w + 3] = (weights[w + 3] + x3) * factor
-                w += HALF // 2
-                weights[w] = (y0 + z0) * factor
-                weights[w + 1] = (y1 + z1) * factor
-                weights[w + 2] = (y2 + z2) * factor
-                weights[w + 3] = (y3 + z3) * factor
+            receive_scores(weights, inbox, lane, factor)
 
             # 3. Mask, only where not every node sees every row: in the tree, past its end, and where a page is missing.
-            # In registers: first the keys of `key_half`, then the others.
             if (tile + 1) * KEYS > prefix or any_missing:
                 for half in range(2):
                     first_key = tile * KEYS + (key_half ^ half) * (KEYS // 2)
@@ -468,13 +516,8 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                             if (bits >> np.uint32(8 * n + e)) & np.uint32(1) == 0:
                                 weights[HALF // 2 * half + 2 * n + e] = NOTHING
 
-            # 4. Online softmax of row my_row, which lies in four neighbouring lanes.
-            highest = max(max(weights[0], weights[1]), max(weights[2], weights[3]))
-            for w in range(4, N_WEIGHTS, 4):
-                other = max(max(weights[w], weights[w + 1]), max(weights[w + 2], weights[w + 3]))
-                highest = max(highest, other)
-            highest = max(highest, cuda.shfl_xor_sync(ALL_LANES, highest, 1))
-            highest = max(highest, cuda.shfl_xor_sync(ALL_LANES, highest, 2))
+            # 4. Online softmax of row my_row.
+            highest = row_maximum(weights)
             grew = highest > largest + SLACK
             rescale = np.float32(1)
             if grew:
@@ -487,11 +530,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 weights[w] = exp2(weights[w] - shift)
                 weights[w + 1] = exp2(weights[w + 1] - shift)
                 total += weights[w] + weights[w + 1]
-            for half in range(2):
-                for n in range(2 * PAIRS):
-                    w = HALF // 2 * half + 2 * n
-                    place = lane_weight(lane, inbox, PART, (key_half ^ half) * 2 * PAIRS + n)
-                    store_shared(np.uint32(place), pack(weights[w], weights[w + 1]))
+            store_weights(weights, inbox, key_half, lane)
             if lane & 3 == 0:
                 store_shared(rescales + np.uint32(my_row * 4), rescale)
             # All weights are there; and the block agrees on whether a maximum has moved.
@@ -504,22 +543,8 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                             acc[s] *= x
                             acc[s + 1] *= x
 
-            # 5. Values: ROWS x COLUMNS, 16 keys at a time.
-            v_tile = tile_shared + v_first
-            for k in range(KEYS // 16):
-                for n in range(N_TILES // 2):
-                    place = np.uint32((n >> 2) * 128 + k * 16 * ROW_BYTES)
-                    b0, b1, b2, b3 = ldmatrix_x4_trans((v_tile ^ np.uint32(32 * (n & 3))) + place)
-                    v = 4 * n
-                    values[v], values[v + 1], values[v + 2], values[v + 3] = b0, b1, b2, b3
-                for m in range(M_TILES):
-                    a0, a1, a2, a3 = ldmatrix_x4((p_first ^ np.uint32(32 * k)) + np.uint32(2 * m * INBOX))
-                    for n in range(N_TILES):
-                        s = 4 * (m * N_TILES + n)
-                        b0, b1 = values[2 * n], values[2 * n + 1]
-                        acc[s], acc[s + 1], acc[s + 2], acc[s + 3] = mma(
-                            a0, a1, a2, a3, b0, b1, acc[s], acc[s + 1], acc[s + 2], acc[s + 3]
-                        )
+            # 5. Values.
+            add_values(acc, values, p_first, tile_shared + v_first)
 
             # The copies of the next tile have been started. Past the last tile they were zeros and nobody reads them.
             next_key = (tile + 2) * KEYS + copy_row
