@@ -2,7 +2,7 @@
 
 A ladder of kernels with one signature: `reference` defines the answer, `naive` is the first kernel one would write,
 `shared_tile` loads every latent row once for many nodes and heads, `split_kv` cuts the keys over more blocks, and
-`tensor_core` multiplies with the tensor cores of a GPU.
+`tensor_core` multiplies with the tensor cores of a GPU, `ping_pong` keeps them busy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
 from ddtree_numba.draft_tree import mask_words
 from ddtree_numba.stages.tree_attention.naive import launch_naive
+from ddtree_numba.stages.tree_attention.ping_pong import launch_ping_pong
 from ddtree_numba.stages.tree_attention.reference import check_pages, tree_attention_reference
 from ddtree_numba.stages.tree_attention.shared_tile import launch_shared_tile
 from ddtree_numba.stages.tree_attention.split_kv import launch_split_kv
@@ -27,9 +28,10 @@ _LAUNCHERS: dict[str, Callable[..., None]] = {
     "shared_tile": launch_shared_tile,
     "split_kv": launch_split_kv,
     "tensor_core": launch_tensor_core,
+    "ping_pong": launch_ping_pong,
 }
 
-GPU_VERSIONS: tuple[str, ...] = ("tensor_core",)
+GPU_VERSIONS: tuple[str, ...] = ("tensor_core", "ping_pong")
 """The rungs that need a GPU, 16-bit numbers and certain widths; elsewhere they raise `ValueError`."""
 
 VERSIONS: tuple[str, ...] = tuple(version for version in _LAUNCHERS if version not in GPU_VERSIONS)

@@ -132,8 +132,11 @@ def ldmatrix_model(memory: np.ndarray, addresses: np.ndarray, *, trans: bool = F
 
 if ON_GPU:
     from llvmlite import ir
-    from numba.cuda import types
-    from numba.cuda.extending import intrinsic
+    from numba.cuda import types as _types
+    from numba.cuda.extending import intrinsic as _intrinsic
+
+    types: Any = _types
+    intrinsic: Any = _intrinsic  # what it makes of a function is called with one argument less
 
     _U32, _F32 = ir.IntType(32), ir.FloatType()
 
@@ -241,9 +244,7 @@ if ON_GPU:
         PTX: ``bar.red.or.pred q, name, threads, p``.
         """
         signature = types.uint32(types.uint32, types.uint32, types.uint32)
-        template = (
-            "{ .reg .pred p, q; setp.ne.u32 p, $3, 0; bar.red.or.pred q, $1, $2, p; selp.u32 $0, 1, 0, q; }"
-        )
+        template = "{ .reg .pred p, q; setp.ne.u32 p, $3, 0; bar.red.or.pred q, $1, $2, p; selp.u32 $0, 1, 0, q; }"
         return signature, _ptx(template, "=r,r,r,r,~{memory}", _U32)
 
     @intrinsic
@@ -268,9 +269,7 @@ if ON_GPU:
         PTX: ``mbarrier.try_wait.parity``. What was copied and what others wrote before arriving is visible then.
         """
         signature = types.uint32(types.uint32, types.uint32)
-        template = (
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }"
-        )
+        template = "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }"
         return signature, _ptx(template, "=r,r,r,~{memory}", _U32)
 
     @intrinsic
@@ -286,7 +285,7 @@ if ON_GPU:
 
     @intrinsic
     def fence_async(context):
-        """Put this thread's accesses to shared memory before those of copies started later. PTX: ``fence.proxy.async``."""
+        """Put this thread's use of shared memory before that of copies started later. PTX: ``fence.proxy.async``."""
         return types.void(), _ptx("fence.proxy.async.shared::cta;", "~{memory}", ir.VoidType())
 
     @intrinsic

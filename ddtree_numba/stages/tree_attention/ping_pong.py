@@ -6,12 +6,12 @@ What changed against `tensor_core`:
   columns (each warp 32 rows x 128 columns, as many registers as before). So the two groups of a block need nothing of
   each other but the tiles, and one works half a tile behind the other: while one exchanges scores and computes
   exponentials, the tensor cores work for the other. There, they stood idle for a third of the time.
-- *Bulk copies.* A row of a tile is one instruction of one thread (`cp.async.bulk`); the copy engine writes it and tells
-  a barrier in shared memory. No registers and no share of the load pipeline are spent on it, and no barrier of
-  the block waits for it. Rows are 16 bytes longer than their data, so that eight of them start in eight groups of banks:
-  with no swizzle, every fragment's address is one register and a constant.
+- *Bulk copies.* A row of a tile is one instruction of one thread (`cp.async.bulk`); the copy engine writes it and
+  tells a barrier in shared memory. No registers and no share of the load pipeline are spent on it, and no barrier
+  of the block waits for it. Rows are 16 bytes longer than their data, so that eight of them start in eight groups of
+  banks: with no swizzle, every fragment's address is one register and a constant.
 
-What it buys: the tensor cores' own pace is 3600 clocks for a tile of 64 keys, against the 6700 that `tensor_core` takes.
+What it buys: the tensor cores' own pace is 3600 clocks for a tile of 64 keys; `tensor_core` takes 6700.
 What it costs: each group reads all values for itself, 160 KB instead of 128 KB of fragments a tile; a tile must arrive
 within half the time of one; and it needs the copy engine of compute capability 9.0.
 
@@ -218,9 +218,7 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
                 target = group_inboxes + np.uint32(o * INBOX + ((o ^ octet) - 1) * PART + lane * 16)
                 for n in range(PAIRS):
                     r = HALF * (o >> 1) + 2 * (o & 1) + 8 * n
-                    store_shared_4(
-                        target + np.uint32(512 * n), scores[r], scores[r + 1], scores[r + 4], scores[r + 5]
-                    )
+                    store_shared_4(target + np.uint32(512 * n), scores[r], scores[r + 1], scores[r + 4], scores[r + 5])
         for n in range(2 * PAIRS):
             for e in range(2):
                 s = 4 * n + e

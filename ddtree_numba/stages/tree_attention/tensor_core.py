@@ -32,6 +32,7 @@ A Hopper rung (`wgmma`, whose operands come from shared memory with no fragments
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from typing import Any, NamedTuple
 
@@ -298,9 +299,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 target = group_inboxes + np.uint32(o * INBOX + ((o ^ octet) - 1) * PART + lane * 16)
                 for n in range(PAIRS):
                     r = HALF * (o >> 1) + 2 * (o & 1) + 8 * n
-                    store_shared_4(
-                        target + np.uint32(512 * n), scores[r], scores[r + 1], scores[r + 4], scores[r + 5]
-                    )
+                    store_shared_4(target + np.uint32(512 * n), scores[r], scores[r + 1], scores[r + 4], scores[r + 5])
         for n in range(2 * PAIRS):
             for e in range(2):
                 s = 4 * n + e
@@ -682,11 +681,15 @@ def why_not(dtype: Any, width: int, latent_width: int) -> str | None:
     return None
 
 
+def _driver() -> Any:
+    """Return CUDA's driver API, which comes with numba-cuda and is not there without."""
+    return importlib.import_module("cuda.bindings.driver")
+
+
 @functools.cache
 def shared_memory_per_block() -> int:
     """Return the most dynamic shared memory that a block of the current device may ask for."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     error, value = driver.cuDeviceGetAttribute(attribute, cuda.get_current_device().id)
     if error != driver.CUresult.CUDA_SUCCESS:
@@ -696,8 +699,7 @@ def shared_memory_per_block() -> int:
 
 def _allow_shared_memory(kernel: Any, arguments: tuple[Any, ...], shared_bytes: int) -> None:
     """Compile `kernel` for `arguments` if need be, and allow it more than the 48 KB that every kernel may have."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     types = tuple(kernel.typeof_pyval(argument) for argument in arguments)
     if types not in kernel.overloads:
         kernel.compile(types)
