@@ -70,9 +70,7 @@ def tree_attention(
     """
     given = dict(zip(_INPUTS, (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count), strict=True))
     B, N, H, D_c = _check_arguments(given, scale, latent_width)
-    if version == "auto":
-        version = "split_kv" if why_not(np.dtype(q.dtype), q.shape[3], D_c) else "tensor_core"
-    if version not in _LAUNCHERS:
+    if version != "auto" and version not in _LAUNCHERS:
         raise ValueError(f"version: got {version!r}, needs {' or '.join(map(repr, [*_LAUNCHERS, 'auto']))}")
     if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 2):
         raise TypeError(f"out: got {type(out).__name__}, needs a pair of arrays (out, lse)")
@@ -86,6 +84,8 @@ def tree_attention(
     lse = transfer.output("lse", lse_given, (B, N, H), np.float32)
     is_bfloat16 = np.int32(np.dtype(q.dtype) == np.uint16)
     if B * N * H > 0:
+        if version == "auto":
+            version = "split_kv" if why_not(on_device[0], on_device[1], D_c) else "tensor_core"
         launch = _LAUNCHERS[version]
         launch(*on_device, np.float32(scale), is_bfloat16, result, lse, stream=transfer.stream)
     attended, log_sum_exp = transfer.finish(result, lse)

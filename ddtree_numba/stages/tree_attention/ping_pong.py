@@ -36,7 +36,7 @@ from ddtree_numba.stages.tree_attention import mma as ptx
 from ddtree_numba.stages.tree_attention.tensor_core import launch_in_splits, shared_memory_per_block
 from ddtree_numba.stages.tree_attention.tensor_core import why_not as why_not_tensor_core
 
-__all__ = ["PingPongTiling", "launch_ping_pong", "make_ping_pong_kernel", "why_not"]
+__all__ = ["PingPongTiling", "launch_ping_pong", "make_ping_pong_kernel", "why_not", "why_not_here"]
 
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
@@ -533,7 +533,7 @@ def launch_ping_pong(
     `splits` and `tiling` None leave them to `choose_splits` and `_tiling`.
     """
     width, latent_width = q.shape[3], out.shape[3]
-    fault = why_not(q.dtype, width, latent_width)
+    fault = why_not(q, kv_pool, latent_width)
     if fault:
         raise ValueError(f"{fault} (other versions of tree_attention take it)")
     tiling = _tiling(width, latent_width) if tiling is None else tiling
@@ -542,17 +542,20 @@ def launch_ping_pong(
     launch_in_splits(kernel, tiling, inputs, out, lse, stream, splits)
 
 
-def why_not(dtype: Any, width: int, latent_width: int) -> str | None:
-    """Return why this version can't take such arrays on this machine, in one line, or None when it can."""
-    fault = why_not_tensor_core(dtype, width, latent_width)
-    if fault:
-        return fault.replace("tensor_core", "ping_pong")
+def why_not(q: Any, kv_pool: Any, latent_width: int) -> str | None:
+    """Return why this version can't take these device arrays on this machine, in one line, or None when it can."""
+    fault = why_not_tensor_core(q, kv_pool, latent_width)
+    return fault.replace("tensor_core", "ping_pong") if fault else why_not_here(q.shape[3], latent_width)
+
+
+def why_not_here(width: int, latent_width: int) -> str | None:
+    """Return what this GPU lacks for rows that `tensor_core` could take, in one line, or None."""
     capability = cuda.get_current_device().compute_capability
     if tuple(capability) < (9, 0):
         return f"version: got 'ping_pong', needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
     needed, shared = _tiling(width, latent_width).shared_bytes, shared_memory_per_block()
     if needed > shared:
-        return f"version: 'ping_pong' needs {needed} bytes of shared memory a block, this GPU has {shared}"
+        return f"version: got 'ping_pong', needs {needed} bytes of shared memory a block, this GPU has {shared}"
     return None
 
 

@@ -53,6 +53,7 @@ __all__ = [
     "place_b_trans",
     "place_weight",
     "why_not",
+    "why_not_here",
 ]
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -627,7 +628,7 @@ def launch_tensor_core(
     the splits go by the most rows that the block table has room for.
     """
     width, latent_width = q.shape[3], out.shape[3]
-    fault = why_not(q.dtype, width, latent_width)
+    fault = why_not(q, kv_pool, latent_width)
     if fault:
         raise ValueError(f"{fault} (other versions of tree_attention take it)")
     if tiling is None:
@@ -662,22 +663,34 @@ def launch_in_splits(
         launch_merge(parts, part_lse, splits, out, lse, stream)
 
 
-def why_not(dtype: Any, width: int, latent_width: int) -> str | None:
-    """Return why this version can't take such arrays on this machine, in one line, or None when it can."""
+def why_not(q: Any, kv_pool: Any, latent_width: int) -> str | None:
+    """Return why this version can't take these device arrays on this machine, in one line, or None when it can."""
+    width = q.shape[3]
     if not ON_GPU:
         return "version: got 'tensor_core', needs a GPU with tensor cores: the simulator has none"
-    if np.dtype(dtype) not in (np.dtype(np.uint16), np.dtype(np.float16)):
-        return f"q: got {np.dtype(dtype)}, version 'tensor_core' needs float16 or uint16 (bfloat16)"
+    if q.dtype not in (np.dtype(np.uint16), np.dtype(np.float16)):
+        return f"q: got {q.dtype}, version 'tensor_core' needs float16 or uint16 (bfloat16)"
     if (latent_width, width - latent_width) not in SHAPES:
         shapes = " or ".join(f"{latent} + {rope}" for latent, rope in SHAPES)
         return f"q: got rows of {latent_width} + {width - latent_width}, version 'tensor_core' needs {shapes}"
+    for name, array in (("q", q), ("kv_pool", kv_pool)):
+        address = array.__cuda_array_interface__["data"][0]
+        if address % 16:
+            return f"{name}: got address {address:#x}, version 'tensor_core' needs a multiple of 16 bytes"
+    if kv_pool.shape[0] * kv_pool.shape[1] >= 2**31:
+        return f"kv_pool: got {kv_pool.shape[0] * kv_pool.shape[1]} rows, version 'tensor_core' needs fewer than 2^31"
+    return why_not_here(width, latent_width)
+
+
+def why_not_here(width: int, latent_width: int) -> str | None:
+    """Return what this GPU lacks for rows of one of `SHAPES`, in one line, or None."""
     capability = cuda.get_current_device().compute_capability
     if tuple(capability) < (8, 0):
         return f"version: got 'tensor_core', needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     shared = shared_memory_per_block()
     if choose_tiling(width, latent_width, shared) is None:
         least = Tiling(width, latent_width, 1, 32, 8).shared_bytes
-        return f"version: 'tensor_core' needs {least} bytes of shared memory a block, this GPU has {shared}"
+        return f"version: got 'tensor_core', needs {least} bytes of shared memory a block, this GPU has {shared}"
     return None
 
 
