@@ -132,13 +132,16 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
     inline = cuda.jit(device=True, forceinline=True)
 
     @inline
-    def find_row(block_table, b, key, end, pages, page_size):
-        """Return the pool row of a request's row `key`, `MISSING` when it has none."""
+    def look_up(block_table, b, key, end, page_size):
+        """Return the page of a request's row `key`, or of its last row. Nothing waits for the answer here."""
+        return np.uint32(block_table[b, np.uint32(min(key, end - 1)) // page_size])
+
+    @inline
+    def pool_row(page, key, end, pages, page_size):
+        """Return the pool row of a request's row `key`, given its page; `MISSING` when there is none."""
         row = MISSING
-        if key < end:
-            page = np.uint32(block_table[b, np.uint32(key) // page_size])
-            if page < pages:
-                row = page * page_size + np.uint32(key) % page_size
+        if key < end and page < pages:
+            row = page * page_size + np.uint32(key) % page_size
         return np.uint32(row)
 
     @inline
@@ -369,14 +372,14 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
         pool = global_address(kv_pool)
         copies = lane < ROWS_EACH
         copied = warp * ROWS_EACH + (lane & (ROWS_EACH - 1))
-        key = first_tile * KEYS + copied
-        row = find_row(block_table, b, key, end, pages, page_size)
+        key = np.int32(first_tile * KEYS + copied)
+        row = pool_row(look_up(block_table, b, key, end, page_size), key, end, pages, page_size)
         if copies:
             if key < end and row == MISSING:
                 store_shared(missing_flag, np.float32(1))
             copy_row(pool, row, tiles_shared + np.uint32(copied * K_STRIDE), barriers)
-        key += KEYS
-        row = find_row(block_table, b, key, end, pages, page_size)
+        key = np.int32(key + KEYS)
+        page = look_up(block_table, b, key, end, page_size)
 
         # What this warp does. Scores: rows of `group`, keys of `key_half`, steps 2 i + `octet` % 2. Softmax: the eight
         # rows of `octet`. Values: its own COLUMNS for the rows of `group`.
@@ -414,21 +417,23 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
         fence_async()  # the copy engine will write where this thread has
         cuda.syncthreads()  # all have taken their part of Q from `staging`
 
-        for step in range(2 * count + GROUPS - 1):
+        for i in range(2 * count + GROUPS - 1):
+            step = np.int32(i)
             # The tile that comes into use at step 2 t has the place of tile t - 2, whose last values were added in
             # the step before this one.
-            t = (step + 2) >> 1
+            t = np.int32((step + 2) >> 1)
             if (step + GROUPS) & 1 == 1:
+                row = pool_row(page, key, end, pages, page_size)
                 if copies and t < count:
                     if key < end and row == MISSING:
                         store_shared(missing_flag, np.float32(1))
                     place = tiles_shared + np.uint32((t & 1) * TILE + copied * K_STRIDE)
                     copy_row(pool, row, place, barriers + np.uint32(8 * (t & 1)))
-                key += KEYS
-                row = find_row(block_table, b, key, end, pages, page_size)
+                key = np.int32(key + KEYS)
+                page = look_up(block_table, b, key, end, page_size)
 
-            mine = step - group  # this group's own step
-            t = mine >> 1
+            mine = np.int32(step - group)  # this group's own step
+            t = np.int32(mine >> 1)
             tile_shared = tiles_shared + np.uint32((t & 1) * TILE)
             if mine & 1 == 0 and t < count:
                 while mbarrier_done(barriers + np.uint32(8 * (t & 1)), (t >> 1) & 1) == 0:
@@ -451,7 +456,9 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
                     for half in range(2):
                         half_key = first_key + (key_half ^ half) * (KEYS // 2)
                         bits = visible(ancestor_bits, b, my_node, half_key - prefix, end - prefix)
-                        found = find_row(block_table, b, half_key + lane, end, pages, page_size) != MISSING
+                        key_here = np.int32(half_key + lane)
+                        here = look_up(block_table, b, key_here, end, page_size)
+                        found = pool_row(here, key_here, end, pages, page_size) != MISSING
                         bits &= np.uint32(cuda.ballot_sync(ALL_LANES, found))
                         bits >>= np.uint32(2 * (lane & 3))
                         for n in range(2 * PAIRS):

@@ -119,7 +119,7 @@ class Tiling(NamedTuple):
     def shared_bytes(self) -> int:
         """Bytes of dynamic shared memory, with what aligning the start may take."""
         inboxes = self.rows // 8 * self.inbox_bytes
-        return 128 + self.rows * self.query_stride + 2 * self.tile_bytes + inboxes + 4 * self.rows
+        return 128 + self.rows * self.query_stride + 2 * self.tile_bytes + inboxes + 4 * self.rows + 16
 
 
 def choose_tiling(width: int, latent_width: int, shared_bytes: int) -> Tiling | None:
@@ -196,13 +196,16 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
     lane_a, lane_b, lane_b_trans, lane_weight = map(inline, (place_a, place_b, place_b_trans, place_weight))
 
     @inline
-    def find_row(block_table, b, key, end, pages, page_size):
-        """Return the pool row of a request's row `key`, `MISSING` when it has none."""
+    def look_up(block_table, b, key, end, page_size):
+        """Return the page of a request's row `key`, or of its last row. Nothing waits for the answer here."""
+        return np.uint32(block_table[b, np.uint32(min(key, end - 1)) // page_size])
+
+    @inline
+    def pool_row(page, key, end, pages, page_size):
+        """Return the pool row of a request's row `key`, given its page; `MISSING` when there is none."""
         row = MISSING
-        if key < end:
-            page = np.uint32(block_table[b, np.uint32(key) // page_size])
-            if page < pages:
-                row = page * page_size + np.uint32(key) % page_size
+        if key < end and page < pages:
+            row = page * page_size + np.uint32(key) % page_size
         return np.uint32(row)
 
     @inline
@@ -382,7 +385,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
         A row whose page lies outside the block table or the pool is not seen: the kernel never reads outside.
 
         Launch: grid (ceil(N * H / ROWS), splits, B), block `Tiling.threads`, `Tiling.shared_bytes` of dynamic shared
-        memory; for D_c 512 and D_r 64: 64 rows, 256 threads and 229,760 bytes.
+        memory; for D_c 512 and D_r 64: 64 rows, 256 threads and 229,776 bytes.
         Needs: compute capability 8.0; fewer than 2^31 rows in the pool and pairs in a request.
         """
         dynamic = cuda.shared.array(0, np.uint8)
@@ -418,6 +421,9 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
         tiles_shared = q_shared + np.uint32(ROWS * Q_STRIDE)
         inboxes = tiles_shared + np.uint32(2 * TILE)
         rescales = inboxes + np.uint32(ROWS // 8 * INBOX)  # one float32 for each row
+        missing_flag = rescales + np.uint32(4 * ROWS)  # float32: 1 once a row in sight has no page
+        if cuda.threadIdx.x == 0:
+            store_shared(missing_flag, np.float32(0))
 
         # Q: the columns that will be held in registers pass through the other tile's buffer, which is free now.
         staging = tiles_shared + np.uint32(((tile + 1) & 1) * TILE)
@@ -434,16 +440,16 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 cp_async_16(target, source, 16 if there else 0)
         # The first tile; the rows of the one after it are looked up a tile ahead, while there is time to wait.
         pool = global_address(kv_pool)
-        copy_row = warp + WARPS * (lane & (ROWS_EACH - 1))
-        row = find_row(block_table, b, tile * KEYS + copy_row, copy_end, pages, page_size)
-        missing = np.int32(tile * KEYS + copy_row < copy_end and row == MISSING)
+        copied = np.int32(warp + WARPS * (lane & (ROWS_EACH - 1)))
+        key = np.int32(tile * KEYS + copied)
+        row = pool_row(look_up(block_table, b, key, end, page_size), key, copy_end, pages, page_size)
         for c in range(COPIES):
             copy_piece(c, tiles_shared + np.uint32((tile & 1) * TILE), pool, row, warp, lane)
-        next_key = (tile + 1) * KEYS + copy_row
-        row = find_row(block_table, b, next_key, copy_end, pages, page_size)
-        missing |= np.int32(next_key < copy_end and row == MISSING)
+        page = look_up(block_table, b, np.int32(key + KEYS), end, page_size)
         cp_async_wait()
-        cuda.syncthreads()  # Q and the first tile are complete
+        cuda.syncthreads()  # Q and the first tile are complete, and the flag is 0
+        if key < copy_end and row == MISSING:
+            store_shared(missing_flag, np.float32(1))
 
         # What this warp does. Scores: rows of `group`, keys of `key_half`, steps 2 i + `step_half`. Softmax: the
         # eight rows of `octet`. Values: its own COLUMNS.
@@ -476,11 +482,15 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
             acc[i] = np.float32(0)
         largest, total = NOTHING, np.float32(0)  # of row my_row, base 2; `total` of this lane's keys alone
         factor = scale * LOG2_E
-        any_missing = cuda.syncthreads_or(missing)  # and all have taken their part of Q from `staging`
+        cuda.syncthreads()  # all have taken their part of Q from `staging`
 
         while tile < last_tile:
             tile_shared = tiles_shared + np.uint32((tile & 1) * TILE)
             next_shared = tiles_shared + np.uint32(((tile + 1) & 1) * TILE)
+            key = np.int32((tile + 1) * KEYS + copied)
+            row = pool_row(page, key, copy_end, pages, page_size)
+            if key < copy_end and row == MISSING:
+                store_shared(missing_flag, np.float32(1))
 
             # 1. Scores: 32 rows x KEYS / 2 keys, half of the steps. One copy of the next tile is started at each step:
             # a burst of them would keep ldmatrix waiting.
@@ -498,18 +508,21 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 score_step(i, held, q_even, k_tile, scores)
                 copy_pieces(i, next_shared, pool, row, warp, lane)
 
+            page = look_up(block_table, b, np.int32((tile + 2) * KEYS + copied), end, page_size)
+
             # 2. Exchange.
             send_scores(scores, weights, octet, group_inboxes, lane)
             named_barrier(1 + group, 128)  # the four warps' messages are there
             receive_scores(weights, inbox, lane, factor)
 
             # 3. Mask, only where not every node sees every row: in the tree, past its end, and where a page is missing.
-            if (tile + 1) * KEYS > prefix or any_missing:
+            if (tile + 1) * KEYS > prefix or load_shared_float(missing_flag) != np.float32(0):
                 for half in range(2):
                     first_key = tile * KEYS + (key_half ^ half) * (KEYS // 2)
                     bits = visible(ancestor_bits, b, my_node, first_key - prefix, end - prefix)
-                    found = find_row(block_table, b, first_key + lane, end, pages, page_size) != MISSING
-                    bits &= np.uint32(cuda.ballot_sync(ALL_LANES, found))
+                    mine = np.int32(first_key + lane)
+                    found = pool_row(look_up(block_table, b, mine, end, page_size), mine, end, pages, page_size)
+                    bits &= np.uint32(cuda.ballot_sync(ALL_LANES, found != MISSING))
                     bits >>= np.uint32(2 * (lane & 3))
                     for n in range(2 * PAIRS):
                         for e in range(2):
@@ -547,12 +560,9 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
             add_values(acc, values, p_first, tile_shared + v_first)
 
             # The copies of the next tile have been started. Past the last tile they were zeros and nobody reads them.
-            next_key = (tile + 2) * KEYS + copy_row
-            row = find_row(block_table, b, next_key, copy_end, pages, page_size)
-            missing = np.int32(next_key < copy_end and row == MISSING)
             tile += np.int32(1)
             cp_async_wait()
-            any_missing |= cuda.syncthreads_or(missing)  # the next tile is complete, and this one is done with
+            cuda.syncthreads()  # the next tile is complete, and this one is done with
 
         # The sums are divided at the end, once. A lane has a quarter of its row's total.
         total += cuda.shfl_xor_sync(ALL_LANES, total, 1)
