@@ -114,7 +114,7 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
     STEPS = WIDTH // 32  # of each warp: every other one of WIDTH / 16
     THIRD = -(-STEPS // 3)
     PAIRS = KEYS // 32  # of n-tiles: a warp scores KEYS / 2 keys, 16 with each ldmatrix
-    ROWS_EACH = KEYS // WARPS  # tile rows that a warp copies
+    ROWS_EACH = KEYS // 4  # tile rows that each warp of group 0 copies
     COLUMNS = LATENT // 4  # of a warp
     N_TILES = COLUMNS // 8
     HALF = 8 * PAIRS  # score registers of 16 rows; also weights of a lane, the first half for half the keys
@@ -368,9 +368,10 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
         cp_async_wait()
         cuda.syncthreads()  # Q is complete, and the barriers are ready
 
-        # Tile row `copied` is this thread's to copy, in every tile, if `copies`; pool rows are looked up a tile ahead.
+        # Group 0 copies, while it would leave the tensor cores to the other group anyway. Tile row `copied` is this
+        # thread's in every tile, if `copies`; pages are looked up a tile ahead.
         pool = global_address(kv_pool)
-        copies = lane < ROWS_EACH
+        copies = warp < 4 and lane < ROWS_EACH
         copied = warp * ROWS_EACH + (lane & (ROWS_EACH - 1))
         key = np.int32(first_tile * KEYS + copied)
         row = pool_row(look_up(block_table, b, key, end, page_size), key, end, pages, page_size)
@@ -378,8 +379,7 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
             if key < end and row == MISSING:
                 store_shared(missing_flag, np.float32(1))
             copy_row(pool, row, tiles_shared + np.uint32(copied * K_STRIDE), barriers)
-        key = np.int32(key + KEYS)
-        page = look_up(block_table, b, key, end, page_size)
+        page = look_up(block_table, b, np.int32(key + KEYS), end, page_size)
 
         # What this warp does. Scores: rows of `group`, keys of `key_half`, steps 2 i + `octet` % 2. Softmax: the eight
         # rows of `octet`. Values: its own COLUMNS for the rows of `group`.
@@ -422,15 +422,15 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
             # The tile that comes into use at step 2 t has the place of tile t - 2, whose last values were added in
             # the step before this one.
             t = np.int32((step + 2) >> 1)
-            if (step + GROUPS) & 1 == 1:
+            if group == 0 and (step + GROUPS) & 1 == 1:
+                key = np.int32((first_tile + t) * KEYS + copied)
                 row = pool_row(page, key, end, pages, page_size)
                 if copies and t < count:
                     if key < end and row == MISSING:
                         store_shared(missing_flag, np.float32(1))
                     place = tiles_shared + np.uint32((t & 1) * TILE + copied * K_STRIDE)
                     copy_row(pool, row, place, barriers + np.uint32(8 * (t & 1)))
-                key = np.int32(key + KEYS)
-                page = look_up(block_table, b, key, end, page_size)
+                page = look_up(block_table, b, np.int32(key + KEYS), end, page_size)
 
             mine = np.int32(step - group)  # this group's own step
             t = np.int32(mine >> 1)
