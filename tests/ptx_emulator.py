@@ -107,8 +107,8 @@ class Block:
         ready = []
         for (kind, name), members in groups.items():
             if kind == "poll":
-                answers = [None] * len(members)
-            elif kind == "barrier" and len(members) == name[1]:
+                continue
+            if kind == "barrier" and len(members) == name[1]:
                 answers = [np.int32(any(lane.request[2] for lane in members))] * len(members)
             elif kind == "warp" and len(members) == 32:
                 names = {lane.request[1] for lane in members}
@@ -119,7 +119,12 @@ class Block:
             for lane, answer in zip(members, answers, strict=True):
                 lane.answer, lane.request = answer, None
             ready += members
-        return ready
+        polling = groups.get(("poll", None), [])
+        if polling and not ready:  # copies land when nothing else can go on
+            self.let_a_copy_land()
+        for lane in polling:
+            lane.request = None
+        return ready + polling
 
     # What a warp does together.
 
@@ -258,7 +263,6 @@ class Emulator:
 
         def mbarrier_done(address: Any, parity: Any) -> int:
             _lane().ask("poll", None, None)
-            self.block.let_a_copy_land()
             return int(self.block.barriers[int(address)]["phase"] % 2 != parity)
 
         def bulk_copy(address: Any, source: Any, size: int, barrier: Any) -> None:

@@ -125,12 +125,17 @@ def assert_close(batch, got, expected=None):
 # ------------------------------------------------------------------------------------------- emulated, anywhere
 
 
-@each(ONE_GROUP, TWO_GROUPS, PingPongTiling(128, 64, row_groups=1, keys=32, held=4), WIDE)
+@each(ONE_GROUP, TWO_GROUPS, PingPongTiling(128, 64, row_groups=1, keys=32, held=4))
 @both_dtypes
 def test_emulated_kernel_equals_reference(monkeypatch, rng, tiling, dtype):
     """Two mask words, a prefix and a tree that end inside a tile, shuffled pages, NaN everywhere else."""
     batch = batch_for(rng, tiling, [50], [34], slots=36, heads=1, dtype=dtype)
     assert_close(batch, emulated(monkeypatch, rng, tiling, batch))
+
+
+def test_emulated_two_row_groups(monkeypatch, rng):
+    batch = batch_for(rng, WIDE, [50], [22], slots=24)
+    assert_close(batch, emulated(monkeypatch, rng, WIDE, batch))
 
 
 @every_tiling

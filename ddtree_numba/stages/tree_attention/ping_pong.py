@@ -158,8 +158,11 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
             mbarrier_arrive(barrier, 0)
 
     @inline
-    def visible(ancestor_bits, b, node, slot, slots):
-        """Return bits for 32 rows from tree slot `slot` on (negative: still in the prefix): 1 where `node` sees it."""
+    def visible(ancestor_bits, b, node, slot):
+        """Return bits for 32 rows from tree slot `slot` on (negative: still in the prefix): 1 where `node` sees it.
+
+        Bits past the last row mean nothing.
+        """
         bits = np.uint32(0)
         word = slot >> 5  # rounds down
         shift = np.uint32(slot & 31)
@@ -174,9 +177,6 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
                 bits = value >> shift
             elif shift > 0:
                 bits |= value << (np.uint32(32) - shift)
-        left = slots - slot  # rows from here to the last one
-        if left < 32:
-            bits &= (np.uint32(1) << np.uint32(max(left, 0))) - np.uint32(1)
         return np.uint32(bits)
 
     @inline
@@ -455,7 +455,7 @@ def make_ping_pong_kernel(tiling: PingPongTiling, is_bfloat16: bool) -> Any:
                 if first_key + KEYS > prefix or load_shared_float(missing_flag) != np.float32(0):
                     for half in range(2):
                         half_key = first_key + (key_half ^ half) * (KEYS // 2)
-                        bits = visible(ancestor_bits, b, my_node, half_key - prefix, end - prefix)
+                        bits = visible(ancestor_bits, b, my_node, half_key - prefix)
                         key_here = np.int32(half_key + lane)
                         here = look_up(block_table, b, key_here, end, page_size)
                         found = pool_row(here, key_here, end, pages, page_size) != MISSING

@@ -239,8 +239,11 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 copy_piece(i * COPIES_EACH + c, tile, pool, row, warp, lane)
 
     @inline
-    def visible(ancestor_bits, b, node, slot, slots):
-        """Return bits for 32 rows from tree slot `slot` on (negative: still in the prefix): 1 where `node` sees it."""
+    def visible(ancestor_bits, b, node, slot):
+        """Return bits for 32 rows from tree slot `slot` on (negative: still in the prefix): 1 where `node` sees it.
+
+        Bits past the last row mean nothing.
+        """
         bits = np.uint32(0)
         word = slot >> 5  # rounds down
         shift = np.uint32(slot & 31)
@@ -255,9 +258,6 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 bits = value >> shift
             elif shift > 0:
                 bits |= value << (np.uint32(32) - shift)
-        left = slots - slot  # rows from here to the last one
-        if left < 32:
-            bits &= (np.uint32(1) << np.uint32(max(left, 0))) - np.uint32(1)
         return np.uint32(bits)
 
     @inline
@@ -519,7 +519,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
             if (tile + 1) * KEYS > prefix or load_shared_float(missing_flag) != np.float32(0):
                 for half in range(2):
                     first_key = tile * KEYS + (key_half ^ half) * (KEYS // 2)
-                    bits = visible(ancestor_bits, b, my_node, first_key - prefix, end - prefix)
+                    bits = visible(ancestor_bits, b, my_node, first_key - prefix)
                     mine = np.int32(first_key + lane)
                     found = pool_row(look_up(block_table, b, mine, end, page_size), mine, end, pages, page_size)
                     bits &= np.uint32(cuda.ballot_sync(ALL_LANES, found != MISSING))
