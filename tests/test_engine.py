@@ -96,17 +96,16 @@ def test_autoregressive_is_the_argmax_of_a_plain_pass(folder, tiny):
 
 def test_shipped_model_gives_one_text_on_held_out_prompts():
     pair, prompts = load_model(), json.loads(PROMPTS.read_text())
-    assert len(prompts) >= 20
-    for prompt in prompts:
-        text = prompt if isinstance(prompt, str) else prompt["prompt"]
-        prompt_tokens = encode_text(text)[:900]
+    lengths = []
+    for text in (prompt["text"] for prompt in prompts):
+        prompt_tokens = encode_text(text)
         runs = {mode: decode(pair, mode, prompt_tokens, 100, 32) for mode in MODES}
         runs["tree, trimmed"] = decode(pair, "tree", prompt_tokens, 100, 32, min_probability=0.1)
         expected = tokens_of(runs["autoregressive"])
         for name, rounds in runs.items():
             assert tokens_of(rounds) == expected, f"{name}: {text[-40:]!r}"
-        # A text that ends at once proves little; at most 16 tokens a round make 100 at least 7 rounds.
-        assert len(expected) < 100 or min(len(rounds) for rounds in runs.values()) >= 5
+        lengths.append(min(len(rounds) for rounds in runs.values()))
+    assert sum(length >= 5 for length in lengths) >= 20, f"rounds of the shortest run on each prompt: {lengths}"
 
 
 @pytest.mark.parametrize("mode", ["chain", "tree"])
@@ -333,11 +332,12 @@ def test_chain_bits():
 
 @pytest.mark.parametrize("mode, budget", [("autoregressive", 0), ("chain", 5), ("tree", 4)])
 def test_kernels_give_what_numpy_gives(tiny, mode, budget):
-    pair = with_knowing(tiny, [0, 1, 0, 0, 0], 10)
+    pair = with_knowing(tiny, [0] * 5 if mode == "chain" else [1, 0, 0, 0, 0], 10)  # in the tree rows have to move
     prompt = TINY_PROMPT
     expected = decode(pair, mode, prompt, 7, budget)
     got = decode(pair, mode, prompt, 7, budget, backend=BACKEND)
     assert tokens_of(got) == tokens_of(expected)
+    assert mode != "tree" or any(each.path.accept_slots[0, 1] > 1 for each in expected[:-1])
     for a, b in zip(got, expected, strict=True):
         for name, array in b.tree._asdict().items():
             np.testing.assert_array_equal(getattr(a.tree, name), array, err_msg=name)
