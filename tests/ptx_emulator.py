@@ -21,13 +21,20 @@ from ddtree_numba.stages.tree_attention import mma
 SHARED_START = 1024 + 16  # where dynamic shared memory begins: real addresses are not 0 either, nor multiples of 128
 
 
+def _closed_gate() -> threading.Lock:
+    """A lock that is taken: `acquire` waits until somebody calls `release`, as often as it is called."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
 class _Lane(threading.Thread):
     """One emulated thread. It runs only between `resume` and its next request."""
 
-    def __init__(self, index: int, body: Any, hub: threading.Semaphore) -> None:
+    def __init__(self, index: int, body: Any, hub: threading.Lock) -> None:
         super().__init__(daemon=True)
         self.index, self.body, self.hub = index, body, hub
-        self.turn = threading.Semaphore(0)
+        self.turn = _closed_gate()
         self.request: tuple[str, Any, Any] | None = None
         self.answer: Any = None
         self.error: BaseException | None = None
@@ -76,7 +83,7 @@ class Block:
         return flat[offset : offset + size]
 
     def run(self, body: Any) -> None:
-        hub = threading.Semaphore(0)
+        hub = _closed_gate()
         lanes = [_Lane(t, body, hub) for t in range(self.threads)]
         for lane in lanes:
             lane.start()

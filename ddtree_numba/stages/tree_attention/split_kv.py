@@ -328,7 +328,8 @@ _buffers: dict[tuple[int, int], Any] = {}
 def split_buffers(splits: int, rows: int, latent_width: int, stream: Any) -> tuple[Any, Any]:
     """Return device memory (splits * rows * D_c,) and (splits * rows,) float32 for the parts of one launch.
 
-    It is kept for the next launch on the same stream, where it is free again: work on a stream runs in order.
+    It is kept for the next launch on the same stream, where it is free again: work on a stream runs in order. Memory
+    can't be allocated while a stream is captured, so launch once before.
     """
     key = (cuda.get_current_device().id if ON_GPU else 0, int(stream.handle) if ON_GPU and stream else 0)
     numbers = splits * rows * (latent_width + 1)
