@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddtree_numba.backend import describe
+from ddtree_numba.backend import ON_GPU, describe
 from ddtree_numba.bfloat16 import to_bfloat16
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
 from ddtree_numba.draft_tree import check_tree, random_tree
@@ -25,7 +25,7 @@ from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
 from ddtree_numba.stages.top_candidates import VERSIONS as CANDIDATE_VERSIONS
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
 from ddtree_numba.stages.top_candidates.fused import make_workspace
-from ddtree_numba.stages.tree_attention import VERSIONS, tree_attention, tree_attention_reference
+from ddtree_numba.stages.tree_attention import GPU_VERSIONS, VERSIONS, tree_attention, tree_attention_reference
 from tests.helpers import assert_same, on_device, on_host
 from tests.target_tokens import random_target_tokens
 
@@ -76,6 +76,11 @@ def attention(rng: np.random.Generator) -> None:
                 got = tree_attention(*inputs, latent_width=latent, version=version)
                 for a, b in zip(got, expected, strict=True):
                     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+            if ON_GPU and inputs[0].dtype != np.float32 and (latent, rope) == (512, 64):
+                for version in GPU_VERSIONS:
+                    got = tree_attention(*inputs, latent_width=latent, version=version)
+                    for a, b in zip(got, expected, strict=True):  # weights are rounded to 16 bits
+                        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-2)
 
 
 def walk_and_commit(rng: np.random.Generator) -> None:
