@@ -1,7 +1,8 @@
 """One decoding step around the target's forward pass: drafter logits in, tree out; target tokens in, commit out.
 
 The draft side is stages 1-3 (candidates, tree, bitmask and positions), the commit side stages 5-6 (walk, KV rows).
-Between them the caller runs the target on the tree, with stage 4 as its attention.
+Between them the caller runs the target on the tree, with stage 4 as its attention. `DecodeStep.prepare` binds a step to
+the caller's arrays and records each side as a CUDA graph: then a side costs one call to the driver.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ddtree_numba.arguments import ArrayCheck, check_integer
-from ddtree_numba.backend import as_device, cuda, is_device_array
+from ddtree_numba.backend import ON_GPU, as_device, as_stream, cuda, is_device_array
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
+from ddtree_numba.launch_graph import Recorded
 from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk, accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import (
     ancestor_bitmask,
@@ -20,11 +22,15 @@ from ddtree_numba.stages.ancestor_bitmask import (
     positions,
     positions_reference,
 )
+from ddtree_numba.stages.best_first_tree import best_version as best_tree_version
 from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
-from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
+from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
+from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference, kv_words
+from ddtree_numba.stages.top_candidates import best_version as best_candidates_version
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
+from ddtree_numba.stages.top_candidates.fused import make_workspace, segments_for
 
-__all__ = ["DecodeStep", "DecodeStepReference"]
+__all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference"]
 
 
 def _candidates_for(budget: int, k: int | None) -> int:
@@ -119,20 +125,38 @@ class DecodeStep:
         """The accepted path of the round."""
         self.commit_status = cuda.device_array(batch, np.int32)
         """[B] int32: what the commit stage found, 0 when every row moved."""
+        self._workspace = None
+        if draft_length > 0 and best_candidates_version(self.k, vocab) == "fused":
+            rows, multiprocessors = batch * draft_length, cuda.get_current_device().MULTIPROCESSOR_COUNT
+            self._workspace = make_workspace(rows, segments_for(rows, vocab, multiprocessors))
 
     def draft(self, logits: Any, root_tokens: Any, prefix_lengths: Any, stream: Any = None) -> tuple[DraftTree, Any]:
         """Return (tree, positions), the step's own buffers, as `DecodeStepReference.draft` defines them.
 
         `logits` [B, L, V], `root_tokens` [B] int32, `prefix_lengths` [B] int32: device arrays.
         """
+        inputs = self._draft_inputs(logits, root_tokens, prefix_lengths)
+        self._launch_draft(stream, *inputs)
+        return self.tree, self.positions
+
+    def _draft_inputs(self, logits: Any, root_tokens: Any, prefix_lengths: Any) -> Any:
+        """Return the draft side's inputs, checked, as Numba's device arrays."""
         arrays = {"logits": logits, "root_tokens": root_tokens, "prefix_lengths": prefix_lengths}
-        logits, root_tokens, prefix_lengths = _on_device(arrays)
+        logits, root_tokens, prefix_lengths = device_arrays = _on_device(arrays)
         check = ArrayCheck(B=self.batch, L=self.draft_length, V=self.vocab)
         check("logits", logits, "B L V", (np.float32, np.float16, np.uint16))
         check("root_tokens", root_tokens, "B", (np.int32,))
         check("prefix_lengths", prefix_lengths, "B", (np.int32,))
-        top_candidates(logits, self.k, out=(self.log_probs, self.token_ids), stream=stream)
-        build_tree(self.log_probs, self.token_ids, root_tokens, self.budget, out=self.tree, stream=stream)
+        return device_arrays
+
+    def _launch_draft(self, stream: Any, logits: Any, root_tokens: Any, prefix_lengths: Any) -> None:
+        candidates = (self.log_probs, self.token_ids)
+        top_candidates(logits, self.k, out=candidates, stream=stream, workspace=self._workspace)
+        if best_tree_version() == "warp":  # one launch for stages 2 and 3
+            outputs = (self.tree, self.positions, self.tree_status)
+            launch_draft_tree(*candidates, root_tokens, prefix_lengths, *outputs, as_stream(stream))
+            return
+        build_tree(*candidates, root_tokens, self.budget, out=self.tree, stream=stream)
         ancestor_bitmask(
             self.tree.parents,
             self.tree.node_count,
@@ -140,7 +164,6 @@ class DecodeStep:
             stream=stream,
         )
         positions(self.tree.depths, prefix_lengths, out=self.positions, stream=stream)
-        return self.tree, self.positions
 
     def commit(
         self, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any, stream: Any = None
@@ -156,7 +179,12 @@ class DecodeStep:
             "block_table": block_table,
             "prefix_lengths": prefix_lengths,
         }
-        target_tokens, kv_pool, block_table, prefix_lengths = _on_device(arrays)
+        self._launch_commit(stream, *_on_device(arrays))
+        return self.path
+
+    def _launch_commit(
+        self, stream: Any, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any
+    ) -> None:
         accept_walk(self.tree, target_tokens, self.draft_length, out=self.path, stream=stream)
         commit_kv(
             kv_pool,
@@ -167,10 +195,82 @@ class DecodeStep:
             out=self.commit_status,
             stream=stream,
         )
-        return self.path
+
+    def prepare(
+        self,
+        logits: Any,
+        root_tokens: Any,
+        prefix_lengths: Any,
+        target_tokens: Any,
+        kv_pool: Any,
+        block_table: Any,
+    ) -> DecodePlan:
+        """Return this step bound to the caller's device arrays, which it reads and changes in place in every round.
+
+        The arrays are those of `draft` and `commit`. All kernels are compiled and both sides recorded here; nothing of
+        the caller's is changed. The plan shares this step's buffers.
+        """
+        return DecodePlan(self, logits, root_tokens, prefix_lengths, target_tokens, kv_pool, block_table)
+
+    def _warm_up_commit(self, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any) -> None:
+        """Check the commit side's arguments and compile its kernels for them, on stand-ins: nobody's rows move."""
+        check = ArrayCheck(B=self.batch, N=self.budget + 1)
+        check("target_tokens", target_tokens, "B N", (np.int32,))
+        check("block_table", block_table, "B max_pages", (np.int32,))
+        check("prefix_lengths", prefix_lengths, "B", (np.int32,))
+        pool = kv_words(kv_pool)
+        targets = cuda.to_device(np.zeros((self.batch, self.budget + 1), np.int32))
+        table = cuda.to_device(np.zeros((self.batch, 1), np.int32))
+        lengths = cuda.to_device(np.zeros(self.batch, np.int32))
+        stand_in = cuda.to_device(np.zeros((pool.shape[0], 1, 1, 1), pool.dtype))
+        self._launch_commit(None, targets, stand_in, table, lengths)
 
 
-def _on_device(arrays: dict[str, Any]) -> list[Any]:
+class DecodePlan:
+    """A `DecodeStep` bound to the caller's arrays, each side replayed as one CUDA graph.
+
+    Pointers and shapes are fixed, contents are free. Each side runs on the stream it is given, also on one that the
+    caller is capturing: then its kernels become part of the caller's graph. Without graphs (in the simulator) the
+    kernels are launched one by one.
+
+    Results are the step's buffers: `tree`, `positions`, `tree_status`, `path`, `commit_status`.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        logits: Any,
+        root_tokens: Any,
+        prefix_lengths: Any,
+        target_tokens: Any,
+        kv_pool: Any,
+        block_table: Any,
+    ) -> None:
+        """See `DecodeStep.prepare`."""
+        self.step = step
+        draft_inputs = step._draft_inputs(logits, root_tokens, prefix_lengths)
+        cache = _on_device({"target_tokens": target_tokens, "kv_pool": kv_pool, "block_table": block_table})
+        commit_inputs = [*cache, draft_inputs[2]]
+        self._callers_arrays = (logits, root_tokens, prefix_lengths, target_tokens, kv_pool, block_table)  # kept alive
+        step._warm_up_commit(*commit_inputs)
+        if ON_GPU:
+            step._launch_draft(None, *draft_inputs)
+            cuda.synchronize()
+        self._draft = Recorded(lambda stream: step._launch_draft(stream, *draft_inputs))
+        self._commit = Recorded(lambda stream: step._launch_commit(stream, *commit_inputs))
+
+    def draft(self, stream: Any = None) -> tuple[DraftTree, Any]:
+        """Do what `DecodeStep.draft` does; return (tree, positions), in flight on `stream`."""
+        self._draft.replay(stream)
+        return self.step.tree, self.step.positions
+
+    def commit(self, stream: Any = None) -> AcceptedPath:
+        """Do what `DecodeStep.commit` does; return the path, in flight on `stream`."""
+        self._commit.replay(stream)
+        return self.step.path
+
+
+def _on_device(arrays: dict[str, Any]) -> Any:
     for name, array in arrays.items():
         if not is_device_array(array):
             raise TypeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddtree_numba.backend import describe
+from ddtree_numba.backend import ON_GPU, describe
 from ddtree_numba.bfloat16 import to_bfloat16
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
 from ddtree_numba.draft_tree import check_tree, random_tree
@@ -19,10 +19,13 @@ from ddtree_numba.stages.ancestor_bitmask import (
     positions,
     positions_reference,
 )
+from ddtree_numba.stages.best_first_tree import VERSIONS as TREE_VERSIONS
 from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
 from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
+from ddtree_numba.stages.top_candidates import VERSIONS as CANDIDATE_VERSIONS
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
-from ddtree_numba.stages.tree_attention import VERSIONS, tree_attention, tree_attention_reference
+from ddtree_numba.stages.top_candidates.fused import make_workspace
+from ddtree_numba.stages.tree_attention import GPU_VERSIONS, VERSIONS, tree_attention, tree_attention_reference
 from tests.helpers import assert_same, on_device, on_host
 from tests.target_tokens import random_target_tokens
 
@@ -32,18 +35,25 @@ def candidates(rng: np.random.Generator) -> None:
         logits = np.round(rng.normal(size=(2, 3, vocab)) * 4).astype(np.float32) / 4
         logits[0, 0, vocab // 2] = np.nan
         for values in (logits, logits.astype(np.float16), to_bfloat16(logits)):
-            got, expected = top_candidates(values, 9), top_candidates_reference(values, 9)
-            np.testing.assert_array_equal(got[1], expected[1])
-            np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+            expected = top_candidates_reference(values, 9)
+            for version in CANDIDATE_VERSIONS:
+                got = top_candidates(values, 9, version=version)
+                np.testing.assert_array_equal(got[1], expected[1])
+                np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+    ascending = np.arange(20000, dtype=np.float32)[None, None]  # the list of the fused rung fills up, whole and cut
+    for segments in (1, 3):
+        got = top_candidates(ascending, 64, version="fused", workspace=make_workspace(1, segments))
+        np.testing.assert_array_equal(got[1], top_candidates_reference(ascending, 64)[1])
 
 
 def trees(rng: np.random.Generator) -> None:
     lp = -np.sort(np.round(rng.random((3, 6, 7)) * 8) / 4).astype(np.float32)
     ids = np.argsort(rng.random((3, 6, 50)))[..., :7].astype(np.int32)
     roots = rng.integers(50, size=3).astype(np.int32)
-    for budget in (0, 1, 40):
-        tree = build_tree(lp, ids, roots, budget)
-        assert_same(tree, build_tree_reference(lp, ids, roots, budget))
+    for budget in (0, 1, 40, 100):
+        for version in TREE_VERSIONS:
+            tree = build_tree(lp, ids, roots, budget, version=version)
+            assert_same(tree, build_tree_reference(lp, ids, roots, budget))
         got = ancestor_bitmask(tree.parents, tree.node_count)
         assert_same(got, ancestor_bitmask_reference(tree.parents, tree.node_count))
         check_tree(tree._replace(ancestor_bits=got[0]))
@@ -66,6 +76,11 @@ def attention(rng: np.random.Generator) -> None:
                 got = tree_attention(*inputs, latent_width=latent, version=version)
                 for a, b in zip(got, expected, strict=True):
                     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+            if ON_GPU and inputs[0].dtype != np.float32 and (latent, rope) == (512, 64):
+                for version in GPU_VERSIONS:
+                    got = tree_attention(*inputs, latent_width=latent, version=version)
+                    for a, b in zip(got, expected, strict=True):  # weights are rounded to 16 bits
+                        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-2)
 
 
 def walk_and_commit(rng: np.random.Generator) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
 import pytest
 
-import ddtree_numba.stages.best_first_tree as stage
+import ddtree_numba.stages.best_first_tree.one_thread as first_rung
 from ddtree_numba.backend import cuda
 from ddtree_numba.draft_tree import DraftTree, check_tree, empty_tree
-from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
-from tests.helpers import assert_same, on_device, on_host, poisoned_like
+from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
+from ddtree_numba.stages.best_first_tree import VERSIONS, build_tree, build_tree_reference
+from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
+from tests.helpers import assert_same, on_device, on_host, poisoned, poisoned_like
 from tests.paper_oracle import best_prefixes, pop_order, tree_arrays
 
 
@@ -92,7 +95,12 @@ def test_reference_finds_the_best_of_all_prefixes(rng):
 
 # --- known answers, for both -----------------------------------------------------------------------------------------
 
-both = pytest.mark.parametrize("function", [build_tree_reference, build_tree], ids=["reference", "kernel"])
+versions = pytest.mark.parametrize("version", VERSIONS)
+both = pytest.mark.parametrize(
+    "function",
+    [build_tree_reference, *(functools.partial(build_tree, version=version) for version in VERSIONS)],
+    ids=["reference", *VERSIONS],
+)
 
 
 @both
@@ -218,60 +226,97 @@ def test_rising_rows_follow_the_algorithm_to_the_letter(rng, function):
 # --- the kernel ------------------------------------------------------------------------------------------------------
 
 
+@versions
 @pytest.mark.parametrize("budget", [0, 1, 2, 15, 31, 32, 33, 64])
 @pytest.mark.parametrize("step", [None, 0.5], ids=["continuous", "ties"])
-def test_kernel_equals_the_reference(rng, budget, step):
+def test_kernel_equals_the_reference(rng, version, budget, step):
     for depths, candidates in itertools.product((0, 1, 5, 15), (1, 3, 40)):
         lp, ids, roots = random_candidates(rng, 2, depths, candidates, step)
         out = poisoned_like(empty_tree(2, budget))
-        got = build_tree(lp, ids, roots, budget, out=out)
+        got = build_tree(lp, ids, roots, budget, version=version, out=out)
         assert all(a is b for a, b in zip(got, out, strict=True))
         assert_same_bits(got, build_tree_reference(lp, ids, roots, budget))
         check_tree(got, bits=False)
 
 
-def test_the_largest_budget(rng):
+@versions
+def test_the_largest_budget(rng, version):
     """1024 nodes with ties, where nothing ends early; `turn` moves hundreds of slots."""
     lp = -np.sort(np.round(rng.exponential(2, (1, 15, 100)) * 4), axis=-1).astype(np.float32) / np.float32(4)
     ids = np.argsort(rng.random((1, 15, 100)), axis=-1).astype(np.int32)
-    got = build_tree(lp, ids, np.array([5], np.int32), 1024)
+    got = build_tree(lp, ids, np.array([5], np.int32), 1024, version=version)
     assert got.node_count.tolist() == [1025]
     assert_same_bits(got, oracle(lp, ids, [5], 1024))
 
 
-def test_kernel_on_nothing_but_ties():
+@versions
+def test_kernel_on_nothing_but_ties(version):
     """All candidates equal: the order is the tie rule alone."""
     for value in (0.0, -0.5):
         lp = np.full((1, 4, 3), value, np.float32)
         ids = np.arange(12, dtype=np.int32).reshape(1, 4, 3)
-        got = build_tree(lp, ids, np.array([0], np.int32), 100)
+        got = build_tree(lp, ids, np.array([0], np.int32), 100, version=version)
         assert paths(got) == best_prefixes(lp[0], 100)
 
 
 @pytest.mark.parametrize("threads", [1, 4, 32])
 def test_any_block_size(rng, monkeypatch, threads):
-    monkeypatch.setattr(stage, "block_threads", lambda gpu, simulator=8: threads)
+    monkeypatch.setattr(first_rung, "block_threads", lambda gpu, simulator=8: threads)
     lp, ids, roots = random_candidates(rng, 2, 6, 8, step=0.5)
-    got = build_tree(lp, ids, roots, 40, out=poisoned_like(empty_tree(2, 40)))
+    got = build_tree(lp, ids, roots, 40, version="one_thread", out=poisoned_like(empty_tree(2, 40)))
     assert_same_bits(got, build_tree_reference(lp, ids, roots, 40))
 
 
-def test_requests_do_not_see_each_other(rng):
+@versions
+def test_requests_do_not_see_each_other(rng, version):
     lp, ids, roots = random_candidates(rng, 4, 6, 8, step=0.5)
-    together = build_tree(lp, ids, roots, 20)
+    together = build_tree(lp, ids, roots, 20, version=version)
     for b in range(4):
-        alone = build_tree(lp[b : b + 1], ids[b : b + 1], roots[b : b + 1], 20)
+        alone = build_tree(lp[b : b + 1], ids[b : b + 1], roots[b : b + 1], 20, version=version)
         assert_same(tuple(field[b : b + 1] for field in together), tuple(alone))
 
 
-def test_an_older_bigger_tree_in_the_buffers_is_forgotten(rng):
+@versions
+def test_an_older_bigger_tree_in_the_buffers_is_forgotten(rng, version):
     lp, ids, roots = random_candidates(rng, 1, 8, 8)
-    out = build_tree(np.zeros_like(lp) - 1, ids, roots, 40)
+    out = build_tree(np.zeros_like(lp) - 1, ids, roots, 40, version=version)
     assert out.node_count[0] == 41
     lp[0, 1:] = -np.inf
     lp[0, 0, 3:] = -np.inf
-    build_tree(lp, ids, roots, 40, out=out)
+    build_tree(lp, ids, roots, 40, version=version, out=out)
     assert_same_bits(out, build_tree_reference(lp, ids, roots, 40))
+
+
+def assert_drafts(lp, ids, roots, prefix, budget):
+    """The kernel of stages 2 and 3 in one gives what the references of both give."""
+    expected = build_tree_reference(lp, ids, roots, budget)
+    bits, status = ancestor_bitmask_reference(expected.parents, expected.node_count)
+    outputs = (*poisoned_like(expected), poisoned(expected.parents.shape, np.int32), poisoned(len(roots), np.int32))
+    *tree, positions, got_status = on_device(outputs)
+    launch_draft_tree(*on_device((lp, ids, roots, prefix)), DraftTree(*tree), positions, got_status, 0)
+    assert_same_bits(on_host(DraftTree(*tree)), expected._replace(ancestor_bits=bits))
+    assert_same(on_host((positions, got_status)), (positions_reference(expected.depths, prefix), status))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 31, 32, 70])
+def test_bits_and_positions_in_the_same_launch(rng, budget):
+    lp, ids, roots = random_candidates(rng, 2, 6, 30, step=0.5)
+    assert_drafts(lp, ids, roots, np.array([0, 1000], np.int32), budget)
+
+
+def test_more_ranks_than_the_table_holds(rng):
+    """Ranks that find no room in shared memory are read where they lie."""
+    lp, ids = np.full((1, 64, 200), -1000, np.float32), np.arange(64 * 200, dtype=np.int32).reshape(1, 64, 200)
+    lp[0, 0], lp[0, 1] = -np.arange(200) / 8, -500 - np.arange(200)
+    assert_same_bits(
+        build_tree(lp, ids, np.array([3], np.int32), 199, version="warp"),
+        build_tree_reference(lp, ids, np.array([3], np.int32), 199),
+    )
+
+
+def test_the_version_is_named():
+    with pytest.raises(ValueError, match="version: got 'heap', needs 'auto' or 'one_thread' or 'warp'"):
+        build_tree(**good(), version="heap")
 
 
 def test_device_arrays_stay_on_the_device(rng):
@@ -373,9 +418,11 @@ def test_mixed_host_and_device_is_named():
 )
 def test_gpu_bit_exact(rng, batch, depths, candidates, budget, step):
     lp, ids, roots = random_candidates(rng, batch, depths, candidates, step)
-    got = build_tree(lp, ids, roots, budget, out=poisoned_like(empty_tree(batch, budget)))
-    assert_same_bits(got, build_tree_reference(lp, ids, roots, budget))
-    check_tree(got, bits=False)
+    for version in VERSIONS:
+        got = build_tree(lp, ids, roots, budget, version=version, out=poisoned_like(empty_tree(batch, budget)))
+        assert_same_bits(got, build_tree_reference(lp, ids, roots, budget))
+        check_tree(got, bits=False)
+    assert_drafts(lp, ids, roots, rng.integers(0, 10000, batch).astype(np.int32), budget)
 
 
 @pytest.mark.gpu
@@ -384,4 +431,5 @@ def test_gpu_equals_the_papers_heap_hundreds_of_times(rng):
         sizes = rng.integers(1, 9), rng.integers(0, 16), rng.integers(1, 40)
         lp, ids, roots = random_candidates(rng, *sizes, step=rng.choice([0.0625, 0.5]))
         budget = int(rng.integers(0, 130))
-        assert_same_bits(build_tree(lp, ids, roots, budget), oracle(lp, ids, roots, budget))
+        for version in VERSIONS:
+            assert_same_bits(build_tree(lp, ids, roots, budget, version=version), oracle(lp, ids, roots, budget))

@@ -87,12 +87,40 @@ class Toy:
         return np.array([sequence[-1] for sequence in self.sequences], np.int32)
 
 
-@pytest.mark.parametrize("device", [False, True], ids=["reference", "device"])
-def test_rounds_emit_what_plain_greedy_decoding_emits(rng, device):
-    batch, rounds = 2, 6
+class PreparedStep:
+    """A plan over fixed arrays, used like a step: inputs are copied into them, what is changed in place copied back."""
+
+    def __init__(self, batch, toy):
+        shape = (batch, DEPTHS, VOCAB)
+        self.inputs = on_device((np.zeros(shape, np.float32), np.zeros(batch, np.int32), np.zeros(batch, np.int32)))
+        self.cache = on_device((np.zeros((batch, BUDGET + 1), np.int32), toy.kv_pool * 0, toy.block_table * 0))
+        self.plan = DecodeStep(batch, DEPTHS, VOCAB, BUDGET).prepare(*self.inputs, *self.cache)
+
+    def draft(self, *arrays):
+        for mine, array in zip(self.inputs, arrays, strict=True):
+            mine.copy_to_device(array)
+        return self.plan.draft()
+
+    def commit(self, targets, kv_pool, block_table, prefix_lengths):
+        yours = (targets, kv_pool, block_table, prefix_lengths)
+        mine = (*self.cache, self.inputs[2])
+        for device, array in zip(mine, yours, strict=True):
+            device.copy_to_device(array)
+        path = self.plan.commit()
+        for device, array in zip(mine, yours, strict=True):
+            array.copy_to_device(device)
+        return path
+
+
+@pytest.mark.parametrize("how", ["reference", "device", "prepared"])
+def test_rounds_emit_what_plain_greedy_decoding_emits(rng, how):
+    batch, rounds, device = 2, 6, how != "reference"
     toy = Toy(rng, batch)
     starts = [list(sequence) for sequence in toy.sequences]
-    step = DecodeStep(batch, DEPTHS, VOCAB, BUDGET) if device else DecodeStepReference(BUDGET)
+    if how == "prepared":
+        step = PreparedStep(batch, toy)
+    else:
+        step = DecodeStep(batch, DEPTHS, VOCAB, BUDGET) if device else DecodeStepReference(BUDGET)
     accepted = 0
     for _ in range(rounds):
         inputs = (toy.draft_logits(), toy.roots(), toy.prefix_lengths)
@@ -168,6 +196,23 @@ def test_no_copy_no_allocation_and_no_wait_between_the_stages(rng, monkeypatch):
     path = step.commit(targets, *pool)
     assert tree is step.tree
     assert path is step.path
+
+
+def test_preparing_moves_nothing_of_the_callers(rng):
+    step = DecodeStep(1, DEPTHS, VOCAB, BUDGET)
+    inputs = (rng.random((1, DEPTHS, VOCAB), np.float32), np.zeros(1, np.int32), np.array([3], np.int32))
+    cache = (
+        np.zeros((1, BUDGET + 1), np.int32),
+        rng.random((2, 5, PAGE, 2), np.float32),
+        np.arange(5, dtype=np.int32)[None],
+    )
+    on_card = on_device((*inputs, *cache))
+    step.prepare(*on_card)
+    assert_same(on_host(on_card), (*inputs, *cache))
+    with pytest.raises(ValueError, match=r"target_tokens: got shape \(1, 9\), needs \[B, N\] with B=1, N=10"):
+        step.prepare(*on_card[:3], *on_device((cache[0][:, :9].copy(), *cache[1:])))
+    with pytest.raises(TypeError, match="kv_pool: got ndarray, needs a device array"):
+        step.prepare(*on_card[:4], cache[1], on_card[5])
 
 
 def test_wrong_arguments_are_named(rng):

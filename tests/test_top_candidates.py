@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-import ddtree_numba.stages.top_candidates as stage
+import ddtree_numba.stages.top_candidates.block_per_row as first_rung
 from ddtree_numba.backend import cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
-from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
+from ddtree_numba.stages.top_candidates import VERSIONS, best_version, top_candidates, top_candidates_reference
+from ddtree_numba.stages.top_candidates.fused import make_workspace, segments_for
 from tests.helpers import on_device, on_host, poisoned, poisoned_like
 
 INF, NAN = float("inf"), float("nan")
@@ -28,18 +31,22 @@ def sorted_by_hand(row, k):
     return [(row[token] - largest) - log_total for token in ids], ids
 
 
-def error_bound(log_probs, vocab):
+def error_bound(log_probs, vocab, version="block_per_row"):
     """How far a float32 log-softmax may be off.
 
     A term exp(x - m) carries the rounding of x - m, |x - m| units, and of the exponential, 2 places = 4 units. Weighted
     by the terms' share of the total, |x - m| averages at most ln V (else the entropy would be larger than ln V), so the
     logarithm of the total is off by 4 + ln V units. Rounding to float32 adds one unit of the result on both sides.
+
+    The fused kernel multiplies by log2(e), which rounds once more and is itself off by a quarter of a unit: 2.25 ln V.
+    It adds eight terms in float32, three roundings deep, and more in float64: one unit is left for that.
     """
     finite = np.where(np.isfinite(log_probs), np.abs(log_probs), 0)
-    return UNIT * (4 + math.log(vocab) + 2 * finite.astype(np.float64))
+    of_sum = 8 + 2.25 * math.log(vocab) if version == "fused" else 4 + math.log(vocab)
+    return UNIT * (of_sum + 2 * finite.astype(np.float64))
 
 
-def assert_equals_reference(got, logits, k):
+def assert_equals_reference(got, logits, k, version="block_per_row"):
     log_probs, token_ids = got
     expected, expected_ids = top_candidates_reference(logits, k)
     assert log_probs.dtype == np.float32 and token_ids.dtype == np.int32
@@ -47,7 +54,7 @@ def assert_equals_reference(got, logits, k):
     np.testing.assert_array_equal(np.isneginf(log_probs), np.isneginf(expected), strict=True)
     finite = np.isfinite(expected)
     error = np.abs(log_probs[finite].astype(np.float64) - expected[finite])
-    assert (error <= error_bound(expected, logits.shape[-1])[finite]).all(), f"off by {error.max()}"
+    assert (error <= error_bound(expected, logits.shape[-1], version)[finite]).all(), f"off by {error.max()}"
 
 
 def assert_well_formed(log_probs, token_ids, vocab):
@@ -86,7 +93,12 @@ FORMATS = {
     "bfloat16": to_bfloat16,
 }
 formats = pytest.mark.parametrize("encode", FORMATS.values(), ids=FORMATS.keys())
-both = pytest.mark.parametrize("function", [top_candidates_reference, top_candidates], ids=["reference", "kernel"])
+versions = pytest.mark.parametrize("version", VERSIONS)
+both = pytest.mark.parametrize(
+    "function",
+    [top_candidates_reference, *(functools.partial(top_candidates, version=version) for version in VERSIONS)],
+    ids=["reference", *VERSIONS],
+)
 
 
 def one_row(function, row, k, encode=np.asarray):
@@ -189,29 +201,75 @@ def test_reference_equals_sorting_by_hand(rng, encode, step):
 
 
 @formats
+@versions
 @pytest.mark.parametrize("step", [None, 0.5], ids=["continuous", "ties"])
 @pytest.mark.parametrize(("vocab", "k"), [(1, 1), (2, 5), (31, 4), (33, 33), (258, 3)])
-def test_kernel_equals_the_reference(rng, encode, step, vocab, k):
+def test_kernel_equals_the_reference(rng, encode, version, step, vocab, k):
     logits = encode(random_logits(rng, (2, 3, vocab), step))
     shape = (2, 3, min(k, vocab))
     out = poisoned(shape, np.float32), poisoned(shape, np.int32)
-    got = top_candidates(logits, k, out=out)
+    got = top_candidates(logits, k, version=version, out=out)
     assert got[0] is out[0] and got[1] is out[1]
-    assert_equals_reference(got, logits, k)
+    assert_equals_reference(got, logits, k, version)
     assert_well_formed(*got, vocab)
 
 
-def test_a_vocabulary_that_no_vector_width_divides(rng):
+@versions
+def test_a_vocabulary_that_no_vector_width_divides(rng, version):
     logits = random_logits(rng, (1, 2, 1023), step=0.25)
-    assert_equals_reference(top_candidates(logits, 3), logits, 3)
+    assert_equals_reference(top_candidates(logits, 3, version=version), logits, 3, version)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 32])
 def test_any_block_size(rng, monkeypatch, threads):
-    monkeypatch.setattr(stage, "block_threads", lambda gpu, simulator=8: threads)
+    monkeypatch.setattr(first_rung, "block_threads", lambda gpu, simulator=8: threads)
     for vocab in (1, 5, 41):  # fewer tokens than threads, and a ragged end
         logits = random_logits(rng, (1, 2, vocab), step=0.5)
-        assert_equals_reference(top_candidates(logits, 6), logits, 6)
+        assert_equals_reference(top_candidates(logits, 6, version="block_per_row"), logits, 6)
+
+
+HARD_ROWS = {
+    "ascending": lambda rng, n: np.linspace(-5, 5, n),
+    "descending": lambda rng, n: np.linspace(5, -5, n),
+    "equal": lambda rng, n: np.full(n, 0.5),
+    "sawtooth": lambda rng, n: np.arange(n) % 64 + np.arange(n) / n,
+    "few columns": lambda rng, n: np.where(np.arange(n) % 64 < 8, np.arange(n), -np.arange(n)),
+    "late spike": lambda rng, n: np.where(np.arange(n) < n - 3, -300.0, 90.0),
+    "leading -inf": lambda rng, n: np.where(np.arange(n) < n * 3 // 4, -INF, -rng.random(n)),
+    "two values": lambda rng, n: rng.integers(0, 2, n),
+}
+hard_rows = pytest.mark.parametrize("row", HARD_ROWS.values(), ids=HARD_ROWS.keys())
+
+
+@hard_rows
+@pytest.mark.parametrize(("k", "segments"), [(2, 1), (40, 1), (3, 3), (64, 2)])
+def test_rows_made_to_be_hard(rng, row, k, segments):
+    """The list fills again and again, or every logit ties with the floor."""
+    logits = np.stack([row(rng, 1111), row(rng, 1111)[::-1]])[None].astype(np.float32)
+    got = top_candidates(logits, k, version="fused", workspace=make_workspace(2, segments))
+    assert_equals_reference(got, logits, k, "fused")
+
+
+@pytest.mark.parametrize("segments", [1, 2, 7])
+def test_an_invalid_segment_makes_the_row_invalid(segments):
+    for place, bad in itertools.product((0, 300, 599), (NAN, INF)):
+        logits = np.zeros((1, 2, 600), np.float32)
+        logits[0, 0, place] = bad
+        got = top_candidates(logits, 3, version="fused", workspace=make_workspace(2, segments))
+        assert_equals_reference(got, logits, 3, "fused")
+
+
+def test_there_is_always_a_segment():
+    for rows, vocab, multiprocessors in [(1, 1, 1), (1, 10**6, 132), (10**6, 7, 132), (15, 163840, 132)]:
+        assert segments_for(rows, vocab, multiprocessors) >= 1
+
+
+def test_the_version_is_named_or_chosen():
+    with pytest.raises(ValueError, match="version: got 'best', needs 'auto' or 'block_per_row' or 'fused'"):
+        top_candidates(zeros(1, 1, 4), 1, version="best")
+    with pytest.raises(ValueError, match=r"k \(version 'fused'\): got 65, needs a whole number from 1 to 64"):
+        top_candidates(zeros(1, 1, 100), 65, version="fused")
+    assert best_version(65, 163840) == best_version(3, 100) == "block_per_row"
 
 
 def test_no_depths():
@@ -299,9 +357,35 @@ def test_bad_input_is_named(logits, k, out, error, message):
 def test_gpu_equals_the_reference(rng, encode, step, batch, depths, vocab, k):
     logits = encode(random_logits(rng, (batch, depths, vocab), step))
     shape = (batch, depths, min(k, vocab))
-    got = top_candidates(logits, k, out=(poisoned(shape, np.float32), poisoned(shape, np.int32)))
-    assert_equals_reference(got, logits, k)
-    assert_well_formed(*got, vocab)
+    for version in VERSIONS if k <= 64 else ["block_per_row"]:
+        out = (poisoned(shape, np.float32), poisoned(shape, np.int32))
+        got = top_candidates(logits, k, version=version, out=out)
+        assert_equals_reference(got, logits, k, version)
+        assert_well_formed(*got, vocab)
+
+
+@pytest.mark.gpu
+@formats
+@hard_rows
+def test_gpu_rows_made_to_be_hard(rng, row, encode):
+    for vocab, k, segments in [(163840, 64, 1), (163835, 64, 40), (20001, 1, 3), (9000, 33, 2)]:
+        logits = encode(np.stack([row(rng, vocab), row(rng, vocab)[::-1]])[None].astype(np.float32))
+        got = top_candidates(logits, k, version="fused", workspace=make_workspace(2, segments))
+        assert_equals_reference(got, logits, k, "fused")
+
+
+@pytest.mark.gpu
+@formats
+def test_gpu_logits_from_any_address(rng, encode):
+    """Views that begin 0..9 items after a multiple of 16 bytes, with NaN before and behind."""
+    for before in range(10):
+        row = encode(np.full(70030, NAN, np.float32))
+        logits = encode(random_logits(rng, (2, 3, 10007), step=0.25))
+        row[before : before + logits.size] = logits.ravel()
+        (device,) = on_device((row,))
+        view = device[before : before + logits.size].reshape(logits.shape)
+        got = on_host(top_candidates(view, 20, version="fused"))
+        assert_equals_reference(got, logits, 20, "fused")
 
 
 @pytest.mark.gpu
@@ -316,6 +400,6 @@ def test_gpu_a_total_of_many_small_terms():
 @pytest.mark.gpu
 @pytest.mark.parametrize("threads", [32, 64, 1024])
 def test_gpu_any_block_size(rng, monkeypatch, threads):
-    monkeypatch.setattr(stage, "block_threads", lambda gpu, simulator=8: threads)
+    monkeypatch.setattr(first_rung, "block_threads", lambda gpu, simulator=8: threads)
     logits = random_logits(rng, (2, 5, 3001), step=0.25)
-    assert_equals_reference(top_candidates(logits, 50), logits, 50)
+    assert_equals_reference(top_candidates(logits, 50, version="block_per_row"), logits, 50)

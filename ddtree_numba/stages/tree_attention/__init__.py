@@ -1,7 +1,8 @@
 """Stage 4: every tree node attends to its prefix and to its own branch, in the absorbed form of latent attention.
 
 A ladder of kernels with one signature: `reference` defines the answer, `naive` is the first kernel one would write,
-`shared_tile` loads every latent row once for many nodes and heads.
+`shared_tile` loads every latent row once for many nodes and heads, `split_kv` cuts the keys over more blocks, and
+`tensor_core` multiplies with the tensor cores of a GPU, `ping_pong` keeps them busy.
 """
 
 from __future__ import annotations
@@ -14,15 +15,27 @@ import numpy as np
 from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
 from ddtree_numba.draft_tree import mask_words
 from ddtree_numba.stages.tree_attention.naive import launch_naive
+from ddtree_numba.stages.tree_attention.ping_pong import launch_ping_pong
 from ddtree_numba.stages.tree_attention.reference import check_pages, tree_attention_reference
 from ddtree_numba.stages.tree_attention.shared_tile import launch_shared_tile
+from ddtree_numba.stages.tree_attention.split_kv import launch_split_kv
+from ddtree_numba.stages.tree_attention.tensor_core import launch_tensor_core, why_not
 
-__all__ = ["VERSIONS", "tree_attention", "tree_attention_reference"]
+__all__ = ["GPU_VERSIONS", "VERSIONS", "tree_attention", "tree_attention_reference"]
 
-_LAUNCHERS: dict[str, Callable[..., None]] = {"naive": launch_naive, "shared_tile": launch_shared_tile}
+_LAUNCHERS: dict[str, Callable[..., None]] = {
+    "naive": launch_naive,
+    "shared_tile": launch_shared_tile,
+    "split_kv": launch_split_kv,
+    "tensor_core": launch_tensor_core,
+    "ping_pong": launch_ping_pong,
+}
 
-VERSIONS: tuple[str, ...] = tuple(_LAUNCHERS)
-"""The rungs of the ladder, slowest first."""
+GPU_VERSIONS: tuple[str, ...] = ("tensor_core", "ping_pong")
+"""The rungs that need a GPU, 16-bit numbers and certain widths; elsewhere they raise `ValueError`."""
+
+VERSIONS: tuple[str, ...] = tuple(version for version in _LAUNCHERS if version not in GPU_VERSIONS)
+"""The rungs of the ladder that run anywhere, slowest first."""
 
 _INPUTS = ("q", "kv_pool", "block_table", "prefix_lengths", "ancestor_bits", "node_count")
 _MAX_GRID = 65535
@@ -38,7 +51,7 @@ def tree_attention(
     scale: float,
     *,
     latent_width: int,
-    version: str = "shared_tile",
+    version: str = "auto",
     out: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -47,7 +60,8 @@ def tree_attention(
     ``q`` (B, N, H, D) and ``kv_pool`` (pages, page_size, D) share a dtype: float32, float16, or uint16 for bfloat16
     ``block_table`` (B, max_pages), ``prefix_lengths`` (B,) and ``node_count`` (B,) int32; ``ancestor_bits`` (B, N, W)
     uint32, see `tree_attention_reference`
-    ``scale``: multiplies the dot product; ``latent_width``: D_c, 1..D; ``version``: one of `VERSIONS`
+    ``scale``: multiplies the dot product; ``latent_width``: D_c, 1..D; ``version``: one of `VERSIONS` or
+    `GPU_VERSIONS`, never replaced by another; or "auto", the fastest for these arrays on this machine
     ``out``: a pair of float32 arrays (B, N, H, D_c) and (B, N, H) to write into; ``stream``: where to run
 
     NumPy inputs are copied in and NumPy arrays come back; device arrays stay where they are and the result is in
@@ -56,8 +70,8 @@ def tree_attention(
     """
     given = dict(zip(_INPUTS, (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count), strict=True))
     B, N, H, D_c = _check_arguments(given, scale, latent_width)
-    if version not in _LAUNCHERS:
-        raise ValueError(f"version: got {version!r}, needs {' or '.join(map(repr, VERSIONS))}")
+    if version != "auto" and version not in _LAUNCHERS:
+        raise ValueError(f"version: got {version!r}, needs {' or '.join(map(repr, [*_LAUNCHERS, 'auto']))}")
     if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 2):
         raise TypeError(f"out: got {type(out).__name__}, needs a pair of arrays (out, lse)")
     transfer = Transfer(stream, given)
@@ -70,6 +84,8 @@ def tree_attention(
     lse = transfer.output("lse", lse_given, (B, N, H), np.float32)
     is_bfloat16 = np.int32(np.dtype(q.dtype) == np.uint16)
     if B * N * H > 0:
+        if version == "auto":
+            version = "split_kv" if why_not(on_device[0], on_device[1], D_c) else "tensor_core"
         launch = _LAUNCHERS[version]
         launch(*on_device, np.float32(scale), is_bfloat16, result, lse, stream=transfer.stream)
     attended, log_sum_exp = transfer.finish(result, lse)
