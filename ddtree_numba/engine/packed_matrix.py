@@ -19,8 +19,8 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
