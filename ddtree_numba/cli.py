@@ -97,14 +97,6 @@ _Backend = Annotated[str, typer.Option("--backend", metavar="|".join(BACKENDS), 
 _Model = Annotated[
     Path, typer.Option("--model", metavar="DIR", help="Another model's folder.", show_default="the package's")
 ]
-_LeastProbability = Annotated[
-    float,
-    typer.Option(
-        "--min-probability",
-        metavar="P",
-        help="Leave nodes less probable than this out of the draft; 0 keeps the whole budget (NumPy only).",
-    ),
-]
 
 
 def _one_of(argument: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -174,25 +166,19 @@ def generate(
     ] = None,
     backend: _Backend = "numpy",
     model: _Model = DEFAULT_MODEL,
-    min_probability: _LeastProbability = 0.03,
 ) -> None:
     """Continue PROMPT, streaming the text, and say how fast that was."""
     _one_of("--mode", mode, MODES)
     _whole("--budget", budget, 0, MAX_BUDGET)
     _whole("--max-new-tokens", max_new_tokens, 1)
     _check_backend(backend)
-    if not 0 <= min_probability < 1:
-        raise _RefusedError("--min-probability", min_probability, "a number from 0 up to, but not including, 1")
     content = _read_prompt(prompt, prompt_file)
     with _JsonOutput(json_file) as output:
         pair = load_model(model)
         tokens = _tokens_of(content, pair)
         notes = Console(stderr=True, highlight=False)
         _announce(notes, backend, pair)
-        decoders = [
-            Decoder(pair, each, budget, backend=backend, min_probability=min_probability)
-            for each in (MODES if compare else (mode,))
-        ]
+        decoders = [Decoder(pair, each, budget, backend=backend) for each in (MODES if compare else (mode,))]
         if backend == "numpy":
             _warm_up(decoders, tokens)
         runs = []
@@ -205,9 +191,6 @@ def generate(
         identical = all(run.tokens == runs[0].tokens for run in runs) if compare else None
         notes.print(_summary(runs, identical))
         notes.print(Text(_ENDINGS[runs[-1].finish], style="dim"))
-        if backend == "numpy" and min_probability > 0 and runs[-1].budget > 0:
-            kept = f"{runs[-1].nodes / runs[-1].rounds:.1f} of {runs[-1].budget} nodes a round"
-            notes.print(Text(f"--min-probability {min_probability:g} kept {kept} in mode {runs[-1].mode}", style="dim"))
         output.write(
             {
                 "backend": backend,
@@ -249,7 +232,6 @@ class _Run:
     budget: int
     tokens: list[int] = field(default_factory=list)
     rounds: int = 0
-    nodes: int = 0
     seconds: float = 0.0
     finish: str = ""
 
@@ -262,7 +244,6 @@ class _Run:
             "new_tokens": len(self.tokens),
             "rounds": self.rounds,
             "tokens_per_round": len(self.tokens) / self.rounds,
-            "nodes_per_round": self.nodes / self.rounds,
             "seconds": self.seconds,
             "tokens_per_second": len(self.tokens) / self.seconds,
             "finish": self.finish,
@@ -275,7 +256,6 @@ def _run(decoder: Decoder, tokens: list[int], max_new_tokens: int, watcher: _Wat
         for a_round in decoder.decode(tokens, max_new_tokens):
             run.tokens += a_round.tokens
             run.rounds += 1
-            run.nodes += int(a_round.tree.node_count[0]) - 1
             run.seconds += a_round.seconds
             run.finish = a_round.finish
             watcher.add(a_round)

@@ -11,12 +11,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from ddtree_numba.backend import BACKEND
-from ddtree_numba.draft_tree import check_tree, random_tree
+from ddtree_numba.draft_tree import check_tree
 from ddtree_numba.engine.byte_tokenizer import BOS, EOS, encode_text
 from ddtree_numba.engine.decoding import MODES, Decoder, Round, _Sequence, greedy
 from ddtree_numba.engine.model_pair import ModelPair, load_model
-from ddtree_numba.engine.stage_backend import NumpyStages, chain_bits, trim_tree
-from ddtree_numba.stages.best_first_tree import build_tree_reference
+from ddtree_numba.engine.stage_backend import NumpyStages, chain_bits
 from tests import tiny_model
 
 PROMPTS = Path(__file__).parent / "data" / "held_out_prompts.json"
@@ -100,7 +99,6 @@ def test_shipped_model_gives_one_text_on_held_out_prompts():
     for text in (prompt["text"] for prompt in prompts):
         prompt_tokens = encode_text(text)
         runs = {mode: decode(pair, mode, prompt_tokens, 100, 32) for mode in MODES}
-        runs["tree, trimmed"] = decode(pair, "tree", prompt_tokens, 100, 32, min_probability=0.1)
         expected = tokens_of(runs["autoregressive"])
         for name, rounds in runs.items():
             assert tokens_of(rounds) == expected, f"{name}: {text[-40:]!r}"
@@ -282,43 +280,6 @@ def test_chain_is_the_drafters_first_choices(tiny):
         assert each.tree.next_sibling[0].tolist() == [-1] * 6
 
 
-@pytest.mark.parametrize("least", [1e-6, 0.01, 0.2, 0.9, 0.999])
-def test_improbable_nodes_can_be_left_out(tiny, rng, least):
-    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 25))
-    real = tiny.drafter.forward
-    tiny.drafter.forward = lambda context, root: 3 * real(context, root)
-    sizes = set()
-    for each in decode(tiny, "tree", TINY_PROMPT, 25, 40, min_probability=least):
-        check_tree(each.tree)
-        expected, rest = expected[len(each.tokens) :], expected[: len(each.tokens)]
-        assert each.tokens == rest
-        sizes.add(int(each.tree.node_count[0]))
-        worthy = int((each.tree.log_probs[0] >= np.log(least)).sum())
-        assert int(each.tree.node_count[0]) <= max(9, worthy + 4)
-    assert not expected and all(size % 8 == 1 for size in sizes)
-    assert least < 0.1 or max(sizes) < 41
-
-
-@pytest.mark.parametrize("slots", [1, 2, 31, 32, 33, 40])
-def test_trimmed_tree_is_the_tree_of_a_smaller_budget(rng, slots):
-    log_probs = np.sort(np.log(rng.random((2, 5, 9))), axis=-1)[:, :, ::-1].astype(np.float32)
-    ids = np.stack([rng.permutation(50)[:9] for _ in range(10)]).reshape(2, 5, 9).astype(np.int32)
-    roots = np.array([3, 4], np.int32)
-    trimmed = trim_tree(build_tree_reference(log_probs, ids, roots, 39), slots)
-    expected = build_tree_reference(log_probs, ids, roots, slots - 1)
-    for name, array in expected._asdict().items():
-        got = getattr(trimmed, name)
-        assert got.dtype == array.dtype and got.flags.c_contiguous
-        np.testing.assert_array_equal(got, array, err_msg=name)
-
-
-def test_trimming_ragged_trees_keeps_the_contract(rng):
-    for _ in range(30):
-        tree = random_tree(rng, 3, 50)
-        # Random trees are not best-first, but every parent and earlier sibling has a smaller slot all the same.
-        check_tree(trim_tree(tree, int(rng.integers(1, 52))))
-
-
 def test_chain_bits():
     for count in (1, 31, 32, 33, 65):
         bits = chain_bits(count)
@@ -339,7 +300,9 @@ def test_kernels_give_what_numpy_gives(tiny, mode, budget):
     assert tokens_of(got) == tokens_of(expected)
     assert mode != "tree" or any(each.path.accept_slots[0, 1] > 1 for each in expected[:-1])
     for a, b in zip(got, expected, strict=True):
-        for name, array in b.tree._asdict().items():
+        # A path's score is a sum of float32 log-probabilities, whose last bit a GPU may round otherwise.
+        np.testing.assert_allclose(a.tree.log_probs, b.tree.log_probs, rtol=1e-6)
+        for name, array in b.tree._replace(log_probs=a.tree.log_probs)._asdict().items():
             np.testing.assert_array_equal(getattr(a.tree, name), array, err_msg=name)
         for name, array in b.path._asdict().items():
             np.testing.assert_array_equal(getattr(a.path, name), array, err_msg=name)
@@ -373,9 +336,6 @@ def test_a_status_of_the_engines_own_trees_is_a_fault(tiny):
         ({"budget": -1}, "budget: got -1, needs a whole number from 0 to 1024"),
         ({"budget": 1025}, "budget: got 1025, needs"),
         ({"backend": "tpu"}, "backend: got 'tpu', needs numpy, simulator, gpu"),
-        ({"min_probability": 1.0}, "min_probability: got 1.0, needs"),
-        ({"min_probability": float("nan")}, "min_probability: got nan, needs"),
-        ({"min_probability": -0.1}, "min_probability: got -0.1, needs"),
     ],
 )
 def test_decoder_refuses(tiny, options, message):

@@ -77,13 +77,11 @@ class Decoder:
         budget: int = 32,
         *,
         backend: str = "numpy",
-        min_probability: float = 0.0,
         choose: Chooser = greedy,
     ) -> None:
         """Take a model, one of `MODES`, the node budget of a draft, and one of `BACKENDS` for the stages.
 
-        `min_probability` keeps nodes out of the draft that the drafter thinks less probable (NumPy only): on a CPU
-        every node costs time. It can't change the output.
+        `choose` picks the target's token at every node from its logits: greedy decoding unless told otherwise.
         """
         if mode not in MODES:
             raise ValueError(f"mode: got {mode!r}, needs {', '.join(MODES)}")
@@ -91,8 +89,6 @@ class Decoder:
             raise ValueError(f"backend: got {backend!r}, needs {', '.join(BACKENDS)}")
         if backend not in ("numpy", BACKEND):
             raise ValueError(f"backend: got {backend!r}, but kernels run on the {BACKEND} in this process")
-        if not 0 <= min_probability < 1:
-            raise ValueError(f"min_probability: got {min_probability}, needs a number from 0 up to below 1")
         budget = check_integer("budget", budget, 0, MAX_BUDGET)
         self.model, self.mode, self.backend = model, mode, backend
         if mode == "autoregressive":
@@ -103,7 +99,6 @@ class Decoder:
         """Most nodes that a round drafts in this mode."""
         self._choose = choose
         self._k = 1 if mode == "chain" else None
-        self._min_probability = min_probability
 
     def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[Round]:
         """Yield the rounds that continue `prompt` (token ids, the document's first included) by new tokens."""
@@ -137,7 +132,7 @@ class Decoder:
 
     def _new_stages(self) -> Stages:
         if self.backend == "numpy":
-            return NumpyStages(self.budget, self._k, self._min_probability)
+            return NumpyStages(self.budget, self._k)
         drafter, vocab = self.model.drafter, self.model.target.config.vocab_size
         length = drafter.draft_length if self.budget else 0
         return KernelStages(length, vocab, self.budget, self._k)

@@ -1,13 +1,11 @@
 """What the decoding loop needs of the stages, from NumPy or from the kernels (GPU or simulator).
 
-Both have the same four calls: `draft` (stages 1-3), `attention` (stage 4), `commit` (stages 5-6), and `trim`, which
-takes improbable nodes off the round's tree before the target sees it.
+Both have the same three calls: `draft` (stages 1-3), `attention` (stage 4) and `commit` (stages 5-6).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from ddtree_numba.engine.target_model import Attention
 from ddtree_numba.stages.accept_walk import AcceptedPath
 from ddtree_numba.stages.tree_attention import tree_attention
 
-__all__ = ["KernelStages", "NumpyStages", "Stages", "chain_bits", "trim_tree"]
+__all__ = ["KernelStages", "NumpyStages", "Stages", "chain_bits"]
 
 
 class Stages(Protocol):
@@ -44,19 +42,14 @@ class NumpyStages:
 
     name = "numpy"
 
-    def __init__(self, budget: int, k: int | None = None, min_probability: float = 0.0) -> None:
-        """Take the tree's node `budget`, K candidates a depth, and the least probable path worth a node."""
+    def __init__(self, budget: int, k: int | None = None) -> None:
+        """Take the tree's node `budget` and K candidates a depth."""
         self._step = DecodeStepReference(budget, k)
-        self._least = math.log(min_probability) if min_probability > 0 else -math.inf
 
     def draft(self, logits: np.ndarray, root_token: int, prefix: int) -> tuple[DraftTree, np.ndarray]:
         """See `Stages.draft`."""
         root_tokens, prefixes = np.array([root_token], np.int32), np.array([prefix], np.int32)
-        tree, positions = self._step.draft(logits, root_tokens, prefixes)
-        slots = _worthy_slots(tree.log_probs[0], self._least)
-        if slots < tree.token_ids.shape[1]:
-            tree = self._step.tree = trim_tree(tree, slots)
-        return tree, positions[:, :slots]
+        return self._step.draft(logits, root_tokens, prefixes)
 
     def attention(self, cache: PagedKVCache, ancestor_bits: np.ndarray, scale: float, width: int) -> Attention:
         """See `Stages.attention`."""
@@ -67,20 +60,6 @@ class NumpyStages:
         path = self._step.commit(target_tokens, cache.pool, cache.block_table, cache.prefix_lengths)
         _require_whole(path.status, self._step.tree_status, self._step.commit_status)
         return path
-
-
-def _worthy_slots(log_probs: np.ndarray, least: float) -> int:
-    """Return how many slots of a best-first tree are worth the target's time: most of them at least `least`.
-
-    Products take rows by eights, and a root with a multiple of eight nodes is what they do best: the nearest one it is.
-
-    >>> _worthy_slots(np.log(np.array([1, 0.5, 0.4, 0.2] + 30 * [0.01])), math.log(0.1))
-    9
-    """
-    if least == -math.inf:
-        return len(log_probs)
-    worthy = int((log_probs[1:] >= least).sum())
-    return min(1 + max(8, (worthy + 4) // 8 * 8), int((log_probs > -math.inf).sum()))
 
 
 class KernelStages:
@@ -140,16 +119,3 @@ def chain_bits(count: int) -> np.ndarray:
     packed = np.packbits(np.tri(count, dtype=bool), axis=1, bitorder="little")
     rows[:, : packed.shape[1]] = packed
     return rows.view("<u4").astype(np.uint32, copy=False)[None]
-
-
-def trim_tree(tree: DraftTree, slots: int) -> DraftTree:
-    """Return the first `slots` slots of a batch of best-first trees: the trees of a smaller budget.
-
-    Slots are in the order in which a best-first tree took its nodes, so cutting its tail leaves a whole tree.
-    """
-    links = [np.where(link[:, :slots] < slots, link[:, :slots], -1) for link in (tree.first_child, tree.next_sibling)]
-    trimmed: dict[str, Any] = {name: array[:, :slots] for name, array in tree._asdict().items() if array.ndim > 1}
-    trimmed["ancestor_bits"] = tree.ancestor_bits[:, :slots, : mask_words(slots)]
-    trimmed["first_child"], trimmed["next_sibling"] = links
-    trimmed["node_count"] = np.minimum(tree.node_count, slots)
-    return DraftTree(**{name: np.ascontiguousarray(array, array.dtype) for name, array in trimmed.items()})
