@@ -1,0 +1,99 @@
+"""Two directives that show code from its file, so that a page can't differ from what runs.
+
+``{source-of} ddtree_numba.stages.accept_walk.accept_walk_kernel`` shows the source of an object, and
+``{api} ...`` its documentation with the source folded below it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def find(name: str) -> tuple[Any, str, str]:
+    """Return (object, its name in its file, the file below the root with a leading slash) of a dotted `name`."""
+    module_name, _, qualified = name.rpartition(".")
+    module = importlib.import_module(module_name)
+    target = getattr(module, qualified)
+    file = Path(inspect.getsourcefile(inspect.unwrap(target)) or "").resolve()
+    return target, qualified, "/" + file.relative_to(ROOT).as_posix()
+
+
+class SourceOf(SphinxDirective):
+    """Show the source of a function, kernel or class."""
+
+    required_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {"folded": directives.flag}
+
+    def run(self) -> list[nodes.Node]:
+        """Return the code block, with the file's name above it."""
+        _, name, file = find(self.arguments[0])
+        lines = [f"```{{literalinclude}} {file}", f":pyobject: {name}", f":caption: {file[1:]}", "```"]
+        if "folded" in self.options:
+            lines = [f":::{{dropdown}} Source of `{name}`", *lines, ":::"]
+        return _parse(self, lines)
+
+
+class Api(SphinxDirective):
+    """Show the documentation of an object and, folded, its source."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return both."""
+        dotted = self.arguments[0]
+        target, _, _ = find(dotted)
+        lines = ["```{eval-rst}"]
+        if inspect.isclass(target):
+            lines += [f".. autoclass:: {dotted}", "   :members:"]
+        else:
+            lines += [f".. autofunction:: {dotted}"]
+        lines += ["```", f"```{{source-of}} {dotted}", ":folded:", "```"]
+        return _parse(self, lines)
+
+
+def _parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
+    holder = nodes.Element()
+    source = directive.get_source_info()[0]
+    directive.state.nested_parse(StringList(lines, source), directive.content_offset, holder)
+    return holder.children
+
+
+_ARGUMENT = re.compile(r"^``?[\w, `()]*?``? \(|^\w+(, \w+)* \(|^\w+ \([^)]*\)(, \w+ \([^)]*\))*:")
+_KEYWORD = re.compile(r"^(Launch|Needs):")
+
+
+def _arrays_as_list(app: Any, what: str, name: str, target: Any, options: Any, lines: list[str]) -> None:
+    """Make a list of a docstring's lines `name (shape, dtype): meaning`, which stand below each other there."""
+    result: list[str] = []
+    in_list = False
+    for line in lines:
+        if _KEYWORD.match(line) or (_ARGUMENT.match(line) and ":" in line):
+            label, _, rest = line.partition(":")
+            label = f"**{label}**" if _KEYWORD.match(line) else f"`{label.replace('`', '')}`"
+            result += [f"- {label}:{rest}"] if in_list else ["", f"- {label}:{rest}"]
+            in_list = True
+        elif in_list and line.strip():
+            result.append("  " + line.strip())
+        else:
+            result.append(line)
+            in_list = False
+    lines[:] = result
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Register the directives and the docstring rule."""
+    app.add_directive("source-of", SourceOf)
+    app.add_directive("api", Api)
+    app.connect("autodoc-process-docstring", _arrays_as_list)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
