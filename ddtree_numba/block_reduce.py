@@ -25,8 +25,6 @@ All lanes combine the same pairs in the same order, so every thread gets the sam
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 
 from ddtree_numba.backend import ON_GPU, cuda
@@ -38,19 +36,6 @@ SCRATCH_SIZE = 32 if ON_GPU else 1024
 
 _WARP_LANES = 32 if ON_GPU else 1
 _ALL_LANES = np.uint32(0xFFFFFFFF)
-
-if not ON_GPU:
-    # The simulator lends a device function its thread indices by replacing `cuda` in the function's module
-    # while a thread is inside. The threads of a block share that module, and now and then a thread on its way
-    # out takes the replacement from one that has just come back in: "module 'numba.cuda' has no attribute
-    # 'threadIdx'". A `cuda` that finds the running kernel by itself is never replaced.
-    from numba.cuda.simulator.kernel import _get_kernel_context
-
-    class _RunningKernel(SimpleNamespace):
-        def __getattr__(self, name: str) -> object:
-            return getattr(_get_kernel_context(), name)
-
-    cuda = _RunningKernel(jit=cuda.jit)
 
 
 @cuda.jit(device=True)

@@ -83,7 +83,7 @@ def top_candidates_kernel(logits, is_bfloat16, log_probs, token_ids):
 
     The candidates have a strict order (logit falling, token rising), so what was taken needs no mark: the next one is
     the first behind the last. Each thread keeps the first of its own tokens, the block takes the first of those, and
-    only the thread that it came from looks for another: a row is read three times and a bit, however large K is.
+    only the thread that it came from looks for another: the row is read 3 + K / threads times, not 2 + K.
     """
     values = cuda.shared.array(SCRATCH_SIZE, np.float32)
     tokens = cuda.shared.array(SCRATCH_SIZE, np.int32)
