@@ -52,9 +52,7 @@ class ArrayCheck:
         if dtype not in allowed:
             raise TypeError(f"{name}: got {dtype}, needs {' or '.join(str(d) for d in allowed)}")
         axes = shape.split()
-        if len(got) != len(axes) or not all(
-            self._fits(axis, size) for axis, size in zip(axes, got, strict=True)
-        ):
+        if len(got) != len(axes) or not all(self._fits(axis, size) for axis, size in zip(axes, got, strict=True)):
             raise ValueError(f"{name}: got shape {got}, needs {self._needs(axes)}")
         if not contiguous:
             raise ValueError(f"{name}: got a strided view, needs a C-contiguous array")
@@ -84,13 +82,19 @@ def _describe(name: str, array: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
     try:
         device = as_device(array)
     except (TypeError, RuntimeError) as error:
-        raise TypeError(
-            f"{name}: got a {type(array).__name__} that gives no device pointer ({error})"
-        ) from None
-    contiguous = (
-        device.is_c_contiguous() if hasattr(device, "is_c_contiguous") else device.flags["C_CONTIGUOUS"]
-    )
-    return tuple(device.shape), np.dtype(device.dtype), bool(contiguous)
+        raise TypeError(f"{name}: got a {type(array).__name__} that gives no device pointer ({error})") from None
+    shape, dtype = tuple(device.shape), np.dtype(device.dtype)
+    return shape, dtype, _is_c_contiguous(shape, tuple(device.strides), dtype.itemsize)
+
+
+def _is_c_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Tell it as NumPy does: the stride of an axis of length 1 says nothing, an empty array is contiguous."""
+    expected = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return 0 in shape
+        expected *= size
+    return True
 
 
 class Transfer:
@@ -104,9 +108,7 @@ class Transfer:
         """Take a `stream` (None for the default) and the named `inputs`; `TypeError` when host and device mix."""
         kinds = {name: is_device_array(array) for name, array in inputs.items()}
         if len(set(kinds.values())) > 1:
-            names = [
-                ", ".join(name for name, device in kinds.items() if device is kind) for kind in (True, False)
-            ]
+            names = [", ".join(name for name, device in kinds.items() if device is kind) for kind in (True, False)]
             raise TypeError(f"{names[1]}: got NumPy beside device arrays ({names[0]}), needs all of one kind")
         self.on_host = not any(kinds.values())
         """Whether the inputs are NumPy arrays, so that their contents can be looked at."""
@@ -140,9 +142,7 @@ class Transfer:
         """Return the results the way the inputs came: NumPy arrays, complete, or device arrays, still in flight."""
         if not self.on_host:
             return tuple(self._returned.get(id(result), result) for result in results)
-        host = tuple(
-            result.copy_to_host(self._returned.get(id(result)), stream=self.stream) for result in results
-        )
+        host = tuple(result.copy_to_host(self._returned.get(id(result)), stream=self.stream) for result in results)
         if self.stream:
             self.stream.synchronize()
         return host

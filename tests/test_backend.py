@@ -96,7 +96,7 @@ def test_numba_imported_earlier_in_the_simulator_is_fine():
 
 
 def test_what_this_process_says_of_itself(rng):
-    assert BACKEND == ("gpu" if ON_GPU else "simulator")
+    assert ("gpu" if ON_GPU else "simulator") == BACKEND
     assert describe().startswith(BACKEND)
     assert block_threads(128) == (128 if ON_GPU else 8)
     assert not is_device_array(rng.random(3))

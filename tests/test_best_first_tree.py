@@ -19,7 +19,7 @@ def random_candidates(rng, batch, depths, candidates, step=None):
     """Descending log-probabilities of every kind, ids with 0 among them, roots.
 
     Rows of 1e-9 (a drafter that is sure) make the float64 sums round. `step` quantises: many exact ties, and sums
-    without rounding. A third of the rows ends early, in -inf or NaN.
+    without rounding. A third of the rows ends early, in -inf, NaN or +inf.
     """
     lp = -rng.exponential(1.0, (batch, depths, candidates)) * rng.choice([1e-9, 0.1, 1.0, 5.0], (batch, depths, 1))
     if step is not None:
@@ -27,7 +27,7 @@ def random_candidates(rng, batch, depths, candidates, step=None):
     lp = -np.sort(-lp, axis=-1).astype(np.float32) + np.float32(0)
     for row in lp.reshape(-1, candidates):
         if rng.random() < 1 / 3:
-            row[rng.integers(candidates + 1) :] = rng.choice([-np.inf, np.nan])
+            row[rng.integers(candidates + 1) :] = rng.choice([-np.inf, np.nan, np.inf])
     ids = np.argsort(rng.random((batch, depths, 2 * candidates)), axis=-1)[..., :candidates].astype(np.int32)
     return lp, ids, rng.integers(1000, size=batch).astype(np.int32)
 
@@ -156,7 +156,8 @@ def test_unsure_drafter_goes_wide_first(function):
 
 @both
 @pytest.mark.parametrize(
-    ("depths", "budget", "value"), [(2, 0, -1.0), (0, 3, -1.0), (0, 0, -1.0), (2, 3, -np.inf), (2, 3, np.nan)]
+    ("depths", "budget", "value"),
+    [(2, 0, -1.0), (0, 3, -1.0), (0, 0, -1.0), (2, 3, -np.inf), (2, 3, np.nan), (2, 3, np.inf)],
 )
 def test_the_root_alone(function, depths, budget, value):
     lp, ids = np.full((2, depths, 3), value, np.float32), np.ones((2, depths, 3), np.int32)
@@ -229,7 +230,16 @@ def test_kernel_equals_the_reference(rng, budget, step):
         check_tree(got, bits=False)
 
 
-def test_kernel_on_nothing_but_ties(rng):
+def test_the_largest_budget(rng):
+    """1024 nodes with ties, where nothing ends early; `turn` moves hundreds of slots."""
+    lp = -np.sort(np.round(rng.exponential(2, (1, 15, 100)) * 4), axis=-1).astype(np.float32) / np.float32(4)
+    ids = np.argsort(rng.random((1, 15, 100)), axis=-1).astype(np.int32)
+    got = build_tree(lp, ids, np.array([5], np.int32), 1024)
+    assert got.node_count.tolist() == [1025]
+    assert_same_bits(got, oracle(lp, ids, [5], 1024))
+
+
+def test_kernel_on_nothing_but_ties():
     """All candidates equal: the order is the tie rule alone."""
     for value in (0.0, -0.5):
         lp = np.full((1, 4, 3), value, np.float32)

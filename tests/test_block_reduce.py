@@ -1,10 +1,13 @@
 """Block-wide reductions: every thread gets the right number, for any block size, ties, NaN and repetition."""
 
+import time
+
 import numpy as np
 import pytest
 
 from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.block_reduce import SCRATCH_SIZE, block_any, block_argmax, block_max, block_sum
+from tests.helpers import on_device, on_host, poisoned
 
 BLOCK_SIZES = (1, 2, 8, 32, 64, 256, 1024) if ON_GPU else (1, 2, 8, 32)
 NAN = float("nan")
@@ -46,10 +49,10 @@ def reduce_rows(values, indices=None):
     threads = values.shape[1]
     if indices is None:
         indices = np.broadcast_to(np.arange(threads, dtype=np.int32), values.shape).copy()
-    floats = [np.full(values.shape, -7, np.float32) for _ in range(3)]
-    ints = [np.full(values.shape, -7, np.int32) for _ in range(2)]
-    reduce_rows_kernel[1, threads](values, indices, floats[0], floats[1], ints[0], floats[2], ints[1])
-    return floats[0], floats[1], ints[0], floats[2], ints[1]
+    dtypes = (np.float32, np.float32, np.int32, np.float32, np.int32)
+    results = on_device([poisoned(values.shape, dtype) for dtype in dtypes])
+    reduce_rows_kernel[1, threads](*on_device((values, indices)), *results)
+    return on_host(results)
 
 
 def first_largest(values, indices):
@@ -117,6 +120,17 @@ def test_nan_beats_infinity():
     assert (best_indices == 1).all()
 
 
+def test_nan_ties_give_lowest_index_in_any_thread_order():
+    values = np.array([[1, NAN, NAN, 2], [NAN, 3, NAN, NAN]], np.float32)
+    indices = np.array([[0, 8, 5, 1], [3, 0, 7, 2]], np.int32)
+    assert (reduce_rows(values, indices)[2] == [[5] * 4, [2] * 4]).all()
+
+
+def test_any_is_one_however_many_flags_are_set():
+    values = np.array([[0, 0, 0, 0], [0, 0, 9, 0], [9, 9, 9, 9]], np.float32)
+    assert (reduce_rows(values)[4] == [[0] * 4, [1] * 4, [1] * 4]).all()
+
+
 def test_equal_values_give_lowest_index_in_any_thread_order():
     values = np.array([[3, 5, 5, 5], [-0.0, 0.0, -1, 0.0], [-np.inf] * 4], np.float32)
     indices = np.array([[9, 8, 2, 7], [6, 4, 1, 5], [4, 3, 2, 9]], np.int32)
@@ -135,15 +149,55 @@ def test_back_to_back_calls_share_scratch():
     assert (sums == values.sum(axis=1, keepdims=True)).all()
 
 
+class SlowScratch:
+    """Shared memory that thread 3 writes late and thread 0 reads late: without a barrier the wrong number is met."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __setitem__(self, place, value):
+        time.sleep(0.002 if cuda.threadIdx.x == 3 else 0)
+        self.array[place] = value
+
+    def __getitem__(self, place):
+        time.sleep(0.001 if cuda.threadIdx.x == 0 else 0)
+        return self.array[place]
+
+
+@cuda.jit
+def reduce_slowly_kernel(values, results):
+    scratch = SlowScratch(cuda.shared.array(SCRATCH_SIZE, np.float32))
+    index_scratch = SlowScratch(cuda.shared.array(SCRATCH_SIZE, np.int32))
+    thread = cuda.threadIdx.x
+    for row in range(values.shape[0]):
+        results[row, 0, thread] = block_max(values[row, thread], scratch)
+        results[row, 1, thread] = block_max(-values[row, thread], scratch)
+        results[row, 2, thread] = block_sum(values[row, thread], scratch)
+        results[row, 3, thread] = block_sum(np.float32(1), scratch)
+        results[row, 4, thread] = block_argmax(values[row, thread], thread, scratch, index_scratch)[1]
+        results[row, 5, thread] = block_argmax(-values[row, thread], thread, scratch, index_scratch)[1]
+
+
+@pytest.mark.skipif(ON_GPU, reason="delays threads in Python; compute-sanitizer's racecheck looks for this on a GPU")
+def test_no_thread_reads_too_early_or_writes_too_early():
+    values = np.array([[1, 2, 4, 8], [8, 4, 2, 1], [-5, -9, -7, -6]], np.float32)
+    results = np.full((3, 6, 4), -7, np.float32)
+    reduce_slowly_kernel[1, 4](values, results)
+    expected = [[8, -1, 15, 4, 3, 0], [8, -1, 15, 4, 0, 3], [-5, 9, -27, 4, 0, 1]]
+    np.testing.assert_array_equal(results, np.repeat(expected, 4).reshape(3, 6, 4))
+
+
 def test_integers_and_doubles():
     ints = np.array([2**31 - 5, -3, 7, -(2**30)], np.int32)
-    maxima, sums = np.full(4, -7, np.int32), np.full(4, -7, np.int32)
-    reduce_int_kernel[1, 4](ints, maxima, sums)
+    results = on_device((poisoned(4, np.int32), poisoned(4, np.int32)))
+    reduce_int_kernel[1, 4](*on_device((ints,)), *results)
+    maxima, sums = on_host(results)
     assert (maxima == 2**31 - 5).all()
     assert (sums == ints.sum()).all()
     doubles = np.array([1.0, 1.0 + 2.0**-40, 2.0**-50, 0.5])
-    maxima, sums = np.full(4, -7.0), np.full(4, -7.0)
-    reduce_double_kernel[1, 4](doubles, maxima, sums)
+    results = on_device((poisoned(4, np.float64), poisoned(4, np.float64)))
+    reduce_double_kernel[1, 4](*on_device((doubles,)), *results)
+    maxima, sums = on_host(results)
     assert (maxima == 1.0 + 2.0**-40).all(), "the value went through float32"
     assert (sums == doubles.sum()).all()
 

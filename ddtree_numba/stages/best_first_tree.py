@@ -7,7 +7,7 @@ log-probabilities. Two rules make the tree exact to the bit:
   ``score + lp[depth + 1][0]``, the next sibling of rank r scores ``(score - lp[depth][r]) + lp[depth][r + 1]``.
 - Equal scores: the lexicographically smaller rank path comes first, a prefix before its extensions.
 
-A candidate that is not finite (-inf, NaN) is never a node, and neither are the ranks behind it. Candidates come in
+A candidate that is not finite (±inf, NaN) is never a node, and neither are the ranks behind it. Candidates come in
 descending order, as stage 1 gives them; should they rise, the algorithm is followed to the letter all the same: ranks
 become nodes in order, and a sibling may then be more probable than an earlier one, which `check_tree` refuses.
 """

@@ -28,7 +28,7 @@ def top_candidates_reference(logits: np.ndarray, k: int) -> tuple[np.ndarray, np
     """Return the `k` best log-probabilities and token ids of every row of `logits`.
 
     `logits` [B, L, V] float32, float16 or bfloat16 (as its uint16 bits) -> `log_probs` [B, L, K] float32, descending,
-    and `token_ids` [B, L, K] int32, with K = min(k, V). Log-softmax and order: DDTree, arXiv 2604.12989, section 4.
+    and `token_ids` [B, L, K] int32, with K = min(k, V). These are the candidates of DDTree, arXiv 2604.12989.
 
     >>> log_probs, token_ids = top_candidates_reference(np.log([[[0.25, 0.5, 0.25]]]).astype(np.float32), k=2)
     >>> token_ids.tolist(), np.exp(log_probs).tolist()
@@ -140,6 +140,6 @@ def top_candidates(logits: Any, k: int, *, out: tuple[Any, Any] | None = None, s
     token_ids = transfer.output("token_ids", given_token_ids, shape, np.int32)
     if depths > 0:  # a grid of no blocks is an error
         device_logits, is_bfloat16 = transfer.input(logits), np.int32(logits.dtype == np.uint16)
-        launch = top_candidates_kernel[batch * depths, block_threads(256, simulator=2), transfer.stream]
+        launch = top_candidates_kernel[batch * depths, block_threads(512, simulator=2), transfer.stream]
         launch(device_logits, is_bfloat16, log_probs, token_ids)
     return transfer.finish(log_probs, token_ids)

@@ -6,6 +6,7 @@ A ladder of kernels with one signature: `reference` defines the answer, `naive` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ddtree_numba.stages.tree_attention.shared_tile import launch_shared_tile
 
 __all__ = ["VERSIONS", "tree_attention", "tree_attention_reference"]
 
-_LAUNCHERS = {"naive": launch_naive, "shared_tile": launch_shared_tile}
+_LAUNCHERS: dict[str, Callable[..., None]] = {"naive": launch_naive, "shared_tile": launch_shared_tile}
 
 VERSIONS: tuple[str, ...] = tuple(_LAUNCHERS)
 """The rungs of the ladder, slowest first."""
@@ -61,16 +62,18 @@ def tree_attention(
         raise TypeError(f"out: got {type(out).__name__}, needs a pair of arrays (out, lse)")
     transfer = Transfer(stream, given)
     if transfer.on_host:
-        check_pages(block_table, prefix_lengths, node_count, *kv_pool.shape[:2], N)
+        pages, page_size, _ = kv_pool.shape
+        check_pages(block_table, prefix_lengths, node_count, pages, page_size, N)
     out_given, lse_given = out if out is not None else (None, None)
     on_device = [transfer.input(array) for array in given.values()]
     result = transfer.output("out", out_given, (B, N, H, D_c), np.float32)
     lse = transfer.output("lse", lse_given, (B, N, H), np.float32)
     is_bfloat16 = np.int32(np.dtype(q.dtype) == np.uint16)
     if B * N * H > 0:
-        _LAUNCHERS[version](*on_device, np.float32(scale), is_bfloat16, result, lse, transfer.stream)
-    attended, lse = transfer.finish(result, lse)
-    return attended, lse
+        launch = _LAUNCHERS[version]
+        launch(*on_device, np.float32(scale), is_bfloat16, result, lse, stream=transfer.stream)
+    attended, log_sum_exp = transfer.finish(result, lse)
+    return attended, log_sum_exp
 
 
 def _check_arguments(arrays: dict[str, Any], scale: float, latent_width: int) -> tuple[int, int, int, int]:
@@ -78,17 +81,21 @@ def _check_arguments(arrays: dict[str, Any], scale: float, latent_width: int) ->
     check = ArrayCheck()
     floats = (np.float32, np.float16, np.uint16)
     B, N, H, D = check("q", arrays["q"], "B N H D", floats)
-    _, page_size, _ = check("kv_pool", arrays["kv_pool"], "* page_size D", (np.dtype(arrays["q"].dtype),))
-    check("block_table", arrays["block_table"], "B *", (np.int32,))
+    pool = check("kv_pool", arrays["kv_pool"], "* * D", (np.dtype(arrays["q"].dtype),))
+    table = check("block_table", arrays["block_table"], "B *", (np.int32,))
     check("prefix_lengths", arrays["prefix_lengths"], "B", (np.int32,))
     words = check("ancestor_bits", arrays["ancestor_bits"], "B N *", (np.uint32,))[2]
     check("node_count", arrays["node_count"], "B", (np.int32,))
     if words != mask_words(N):
         raise ValueError(f"ancestor_bits: got {words} words a row, needs {mask_words(N)} for {N} slots")
-    if page_size == 0:
-        raise ValueError("kv_pool: got pages of 0 rows, needs at least 1")
+    if min(pool) == 0:
+        raise ValueError(f"kv_pool: got shape {pool}, needs at least one page of one row")
+    if table[1] == 0:
+        raise ValueError(f"block_table: got shape {table}, needs at least one page a request")
     if max(B, N) > _MAX_GRID:
         raise ValueError(f"q: got {B} requests of {N} slots, needs at most {_MAX_GRID} of each")
-    if not isinstance(scale, (int, float, np.floating)) or not np.isfinite(scale):
-        raise ValueError(f"scale: got {scale!r}, needs a finite number")
+    if not isinstance(scale, (int, float, np.integer, np.floating)):
+        raise TypeError(f"scale: got {type(scale).__name__}, needs a number")
+    if not np.isfinite(scale):
+        raise ValueError(f"scale: got {scale}, needs a finite number")
     return B, N, H, check_integer("latent_width", latent_width, 1, D)

@@ -155,6 +155,7 @@ def launch_naive(
     is_bfloat16: np.int32,
     out: Any,
     lse: Any,
+    *,
     stream: Any,
 ) -> None:
     """Start `naive_kernel` on device arrays that `tree_attention` has checked."""

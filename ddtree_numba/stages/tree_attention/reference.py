@@ -75,17 +75,17 @@ def check_pages(
     for b in range(len(prefix_lengths)):
         prefix, used = int(prefix_lengths[b]), int(node_count[b])
         if not 0 <= used <= nodes:
-            raise ValueError(f"node_count[{b}] is {used}; it needs to be in 0..{nodes}, the slots of q")
+            raise ValueError(f"node_count[{b}]: got {used}, needs 0 to {nodes}, the slots of q")
         if prefix < 0 or prefix + used > capacity:
             raise ValueError(
-                f"prefix_lengths[{b}] is {prefix} with {used} nodes after it; "
-                f"block_table has room for rows 0..{capacity - 1} ({block_table.shape[1]} pages of {page_size})"
+                f"prefix_lengths[{b}]: got {prefix} before {used} nodes, needs a place for each row in block_table, "
+                f"which has {block_table.shape[1]} pages of {page_size}"
             )
         needed = block_table[b, : -(-(prefix + used) // page_size)]
         if needed.size and (needed.min() < 0 or needed.max() >= pages):
             bad = int(np.argmax((needed < 0) | (needed >= pages)))
             raise ValueError(
-                f"block_table[{b}, {bad}] is {int(needed[bad])}; it needs to be in 0..{pages - 1}, the pages of kv_pool"
+                f"block_table[{b}, {bad}]: got {int(needed[bad])}, needs a page of kv_pool, 0 to {pages - 1}"
             )
 
 
@@ -122,7 +122,7 @@ def _attend(
 
 
 def _weighted_sum(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """weights [n, H, rows] times values [rows, D_c], where a weight of 0 takes nothing even from NaN or infinity."""
+    """Return weights [n, H, rows] times values [rows, D_c], where a weight of 0 takes nothing, not even NaN."""
     finite = np.isfinite(values).all(axis=1)
     used, heads, rows = weights.shape
     flat = weights.reshape(-1, rows)

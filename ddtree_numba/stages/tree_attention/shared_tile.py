@@ -2,16 +2,18 @@
 
 What changed against `naive`: a block works for ROWS (node, head) pairs of a request instead of one, and takes the keys
 a tile at a time. The tile is both key and value, so it is read from global memory once, not twice, and converted to
-float32 once. Scores are small matrix products: each thread holds 4 x 4 of them and a slice of the width, so that eight
+float32 once. Scores are a small matrix product: each thread holds 4 x 4 of them for a slice of the width, so that eight
 loads feed sixteen multiply-adds. The sums of the output columns stay in registers until the last tile.
 
-What it buys: a request's latents are read once for 16 pairs instead of twice for each: with 64 heads and 33 nodes,
-132 times 2304 bytes for a float32 row of Kimi K2.5 instead of 2112 times 4352, 0.30 MB for 9.2 MB. Neighbouring threads
-load neighbouring numbers.
+What it buys: a request's latents are read once for 16 pairs instead of twice for each. With 64 heads and 33 nodes, a
+float32 row of Kimi K2.5 is read 132 times 2304 bytes instead of 2112 times 4352: 0.30 MB, not 9.2 MB. Neighbouring
+threads load neighbouring numbers, so all 32 of a warp's load are used.
 
-What it costs: 47 KB of shared memory and five barriers for each tile, a kernel compiled for each pair of widths, and the
-ROWS queries are read again for each tile (16 x 2304 bytes = 36.9 KB, as much as the tile; they come from the L1 cache
-when it has room). A request still has only ceil(N * H / 16) blocks, however long its prefix.
+What it costs: 47 KB of shared memory and 168 registers a thread, so three blocks of 128 threads on a multiprocessor of
+an H100 or H200; five barriers for each tile; a kernel compiled for each pair of widths. The ROWS queries have no room
+in the block's memory and are read again for each tile, 16 x 2304 bytes = 36.9 KB, as much as the tile itself, from the L1
+cache when they stay there. A request has ceil(N * H / 16) blocks however long its prefix: a small tree leaves a GPU
+idle.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def choose_tiling(width: int, latent_width: int) -> Tiling:
     return tiling
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) -> Any:
     """Return `shared_tile_kernel` compiled for one pair of widths: shared and register arrays need constant sizes.
 
@@ -97,6 +99,11 @@ def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) ->
     SCORES_EACH = -(-SCORES // THREADS)  # scores that a thread finishes
     SIDE, SQUARE = _SIDE, _SIDE * _SIDE
     SUMS = ROWS * COLUMNS
+    HALF = ROWS // 2
+    PART = HALF * COLUMNS
+    # Numbers of its slice that a thread takes in one go, so that the loop itself costs little.
+    UNROLL = next(u for u in (4, 2, 1) if u == 1 or width % (SLICES * u) == 0)
+    LOADS = min(18, -(-width // LANES))  # of a tile row, that a thread has under way at once
     NOTHING = _NOTHING
 
     @cuda.jit
@@ -136,7 +143,9 @@ def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) ->
         weights = cuda.shared.array((KEYS, ROWS), np.float32)
         row_largest = cuda.shared.array(ROWS, np.float32)
         row_rescale = cuda.shared.array(ROWS, np.float32)
-        thread, b = cuda.threadIdx.x, cuda.blockIdx.y
+        # Unsigned, here and in the innermost loops: a negative index counts from the end of its axis, and where the
+        # compiler knows that there is none it drops the test. That is a quarter of the registers.
+        thread, b = np.uint32(cuda.threadIdx.x), cuda.blockIdx.y
         pairs, heads, first_pair = q.shape[1], q.shape[1] // ancestor_bits.shape[1], cuda.blockIdx.x * ROWS
         page_size, max_pages = kv_pool.shape[1], block_table.shape[1]
         nodes = max(0, min(node_count[b], ancestor_bits.shape[1]))
@@ -155,16 +164,17 @@ def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) ->
         # Where this thread stands in the scores: keys key_group + i * KEY_GROUPS, rows row_group * SIDE + i.
         slice_, group = thread % SLICES, thread // SLICES
         key_group, row_group = group % KEY_GROUPS, group // KEY_GROUPS
-        my_pairs = cuda.local.array(SIDE, np.int32)
+        my_pairs = cuda.local.array(SIDE, np.uint32)
         for i in range(SIDE):
             # Past the last used pair it is repeated: those results are dropped.
             my_pairs[i] = min(first_pair + row_group * SIDE + i, used_pairs - 1)
 
         products = cuda.local.array(SQUARE, np.float32)
+        loaded = cuda.local.array(LOADS, np.float32)
         side = cuda.local.array(SIDE, np.float32)
         largest = cuda.local.array(SCORES_EACH, np.float32)
         sums = cuda.local.array(SUMS, np.float32)
-        part = cuda.local.array(SUMS, np.float32)
+        part = cuda.local.array(PART, np.float32)
         value = cuda.local.array(COLUMNS, np.float32)
         total = np.float32(0)  # of row `thread`, in the first ROWS threads
         for e in range(SCORES_EACH):
@@ -172,6 +182,11 @@ def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) ->
         for r in range(ROWS):
             for c in range(COLUMNS):
                 sums[r * COLUMNS + c] = np.float32(0)
+
+        # No tile writes the columns past the width; the last columns of the last threads lie there.
+        for k in range(KEYS):
+            for d in range(width + thread, FILLED, THREADS):
+                tile[k, d] = np.float32(0)
 
         # Tiles of the prefix, then tiles of the tree: only in those can a row be seen by one node and not by another.
         capacity = np.int64(max_pages) * page_size
@@ -192,13 +207,22 @@ def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) ->
                 if first + k < end and 0 <= key_row < capacity:
                     page = block_table[b, key_row // page_size]
                 there = 0 <= page < kv_pool.shape[0]
-                offset = key_row % page_size
-                for d in range(thread % LANES, FILLED, LANES):
-                    x = np.float32(0)
-                    if there and d < width:
-                        y = kv_pool[page, offset, d]
-                        x = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
-                    tile[k, d] = x
+                if there:
+                    u_page, u_offset = np.uint32(page), np.uint32(key_row % page_size)
+                    for start in range(thread % LANES, width, LANES * LOADS):
+                        # All loads are under way before the first is waited for.
+                        for i in range(LOADS):
+                            d = np.uint32(start) + np.uint32(i * LANES)
+                            if d < width:
+                                y = kv_pool[u_page, u_offset, d]
+                                loaded[i] = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
+                        for i in range(LOADS):
+                            d = np.uint32(start) + np.uint32(i * LANES)
+                            if d < width:
+                                tile[np.uint32(k), d] = loaded[i]
+                else:
+                    for d in range(thread % LANES, width, LANES):
+                        tile[np.uint32(k), np.uint32(d)] = np.float32(0)
                 if thread % LANES == 0:
                     present[k] = there
             cuda.syncthreads()  # the tile is complete
@@ -206,14 +230,16 @@ def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) ->
             # 2. A slice of 4 x 4 dot products. Every load serves four of them.
             for i in range(SQUARE):
                 products[i] = np.float32(0)
-            for d in range(slice_, width, SLICES):
-                for i in range(SIDE):
-                    side[i] = tile[key_group + i * KEY_GROUPS, d]
-                for i in range(SIDE):
-                    y = q[b, my_pairs[i], d]
-                    x = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
-                    for j in range(SIDE):
-                        products[i * SIDE + j] += x * side[j]
+            for start in range(slice_, width, SLICES * UNROLL):
+                for u in range(UNROLL):
+                    d = np.uint32(start) + np.uint32(u * SLICES)
+                    for i in range(SIDE):
+                        side[i] = tile[np.uint32(key_group) + np.uint32(i * KEY_GROUPS), d]
+                    for i in range(SIDE):
+                        y = q[b, my_pairs[i], d]
+                        x = bfloat16_to_float32(y) if is_bfloat16 else np.float32(y)
+                        for j in range(SIDE):
+                            products[i * SIDE + j] += x * side[j]
             for i in range(SIDE):
                 for j in range(SIDE):
                     score_index = (row_group * SIDE + i) * KEYS + key_group + j * KEY_GROUPS
@@ -257,30 +283,33 @@ def make_shared_tile_kernel(width: int, latent_width: int, is_bfloat16: bool) ->
                         row_largest[r], row_rescale[r] = new_largest, rescale
             cuda.syncthreads()  # all weights are there
 
-            # 5. Add the tile's values to the columns of this thread. The tile gets a sum of its own first: a float32
-            # sum loses digits with its number of terms.
-            for r in range(ROWS):
-                for c in range(COLUMNS):
-                    part[r * COLUMNS + c] = np.float32(0)
-            if in_tree:
-                for k in range(KEYS):
+            # 5. Add the tile's values to the columns of this thread, half of the rows at a time. The tile gets a sum of
+            # its own first: a float32 sum loses digits with its number of terms.
+            for h in range(ROWS // HALF):
+                for i in range(HALF):
                     for c in range(COLUMNS):
-                        value[c] = tile[k, thread + c * THREADS]
-                    for r in range(ROWS):
-                        # A row that this node does not see may hold NaN, and 0 * NaN is NaN.
-                        if weights[k, r] != np.float32(0):
-                            for c in range(COLUMNS):
-                                part[r * COLUMNS + c] += weights[k, r] * value[c]
-            else:
-                for k in range(KEYS):
-                    for c in range(COLUMNS):
-                        value[c] = tile[k, thread + c * THREADS]
-                    for r in range(ROWS):
+                        part[i * COLUMNS + c] = np.float32(0)
+                if in_tree:
+                    for k in range(KEYS):
                         for c in range(COLUMNS):
-                            part[r * COLUMNS + c] += weights[k, r] * value[c]
-            for r in range(ROWS):
-                for c in range(COLUMNS):
-                    sums[r * COLUMNS + c] = sums[r * COLUMNS + c] * row_rescale[r] + part[r * COLUMNS + c]
+                            value[c] = tile[np.uint32(k), np.uint32(thread) + np.uint32(c * THREADS)]
+                        for i in range(HALF):
+                            # A row that this node does not see may hold NaN, and 0 * NaN is NaN.
+                            weight = weights[np.uint32(k), h * HALF + i]
+                            if weight != np.float32(0):
+                                for c in range(COLUMNS):
+                                    part[i * COLUMNS + c] += weight * value[c]
+                else:
+                    for k in range(KEYS):
+                        for c in range(COLUMNS):
+                            value[c] = tile[np.uint32(k), np.uint32(thread) + np.uint32(c * THREADS)]
+                        for i in range(HALF):
+                            for c in range(COLUMNS):
+                                part[i * COLUMNS + c] += weights[np.uint32(k), h * HALF + i] * value[c]
+                for i in range(HALF):
+                    for c in range(COLUMNS):
+                        sum_index = (h * HALF + i) * COLUMNS + c
+                        sums[sum_index] = sums[sum_index] * row_rescale[h * HALF + i] + part[i * COLUMNS + c]
             if thread < ROWS:
                 tile_total = np.float32(0)
                 for k in range(KEYS):
@@ -318,6 +347,7 @@ def launch_shared_tile(
     is_bfloat16: np.int32,
     out: Any,
     lse: Any,
+    *,
     stream: Any,
 ) -> None:
     """Start `shared_tile_kernel` on device arrays that `tree_attention` has checked."""
