@@ -1,0 +1,65 @@
+"""A line chart, for the few numbers that a lesson measures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ddtree_numba.pictures.drawing import Drawing, Picture
+
+__all__ = ["line_chart"]
+
+_STYLES = ("hot", "good", "bad", "")
+
+
+def line_chart(
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+    *,
+    x_label: str,
+    y_label: str,
+    caption: str = "",
+) -> Picture:
+    """Return a chart of one to four `lines` (name -> one number for each `x`), the vertical axis from 0.
+
+    >>> print(line_chart([1, 2], {"chain": [1.0, 1.5]}, x_label="budget", y_label="tokens").alt)
+    Line chart of tokens against budget. chain: 1 at 1, 1.5 at 2.
+    """
+    width, height, left, top, bottom = 560, 280, 54, 34, 236
+    highest = max(max(values) for values in lines.values()) or 1.0
+    step = _tick(highest / 4)
+    ceiling = step * -(-highest // step)
+    low, high = min(x), max(x)
+
+    def at(value_x: float, value_y: float) -> tuple[float, float]:
+        share = (value_x - low) / (high - low) if high > low else 0.5
+        return left + share * (width - left - 24), bottom - (bottom - top) * value_y / ceiling
+
+    drawing = Drawing(width, height)
+    level = 0.0
+    while level <= ceiling + step / 2:
+        y = at(low, level)[1]
+        drawing.line([(left, y), (width - 16, y)], "grid")
+        drawing.text(left - 8, y + 4, f"{level:g}", "end small soft")
+        level += step
+    for value in x:
+        drawing.text(at(value, 0)[0], bottom + 18, f"{value:g}", "mid small soft")
+    drawing.text((left + width) / 2, height - 8, x_label, "mid small")
+    drawing.text(2, 14, y_label, "small")
+    for index, (name, values) in enumerate(lines.items()):
+        style = _STYLES[index % len(_STYLES)]
+        points = [at(a, b) for a, b in zip(x, values, strict=True)]
+        drawing.line(points, style)
+        for point in points:
+            drawing.dot(*point, 3.5, style)
+        drawing.text(points[-1][0] - 6, points[-1][1] + (-10 if index == 0 else 18), name, f"end small bold {style}")
+    described = " ".join(
+        f"{name}: " + ", ".join(f"{b:.4g} at {a:g}" for a, b in zip(x, values, strict=True)) + "."
+        for name, values in lines.items()
+    )
+    return Picture(drawing, f"Line chart of {y_label} against {x_label}. {described}", caption)
+
+
+def _tick(rough: float) -> float:
+    """Return the round number, 1, 2 or 5 times a power of ten, at or above `rough`."""
+    power = 10.0 ** (len(f"{int(rough)}") - 1) if rough >= 1 else 10.0 ** -len(f"{1 / rough:.0f}")
+    return next(power * factor for factor in (1, 2, 5, 10, 20, 50) if power * factor >= rough)
