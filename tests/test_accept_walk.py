@@ -149,6 +149,18 @@ def test_broken_link_ends_the_walk_with_what_was_accepted(walk, links, slots):
 
 
 @both
+def test_no_node_is_looked_at_twice(walk):
+    """The root's chain 3, 2, 1 ends on 1, whose first child is 2 once more; slots behind node_count don't count."""
+    links = {
+        "token_ids": [9, 7, 5, 6, 0, 0, 0],
+        "first_child": [3, 2, -1, -1, -1, -1, -1],
+        "next_sibling": [-1, -1, 1, 2, -1, -1, -1],
+    }
+    targets = [7, 5, 8, 8, 8, 8, 8]
+    assert walked(walk, targets, node_count=4, **links) == ([0, 1], [7, 5], STATUS_BROKEN_LINK)
+
+
+@both
 def test_broken_link_that_is_not_met_is_not_reported(walk):
     targets = [5, 99, 8, 99, 99, 4, 3]
     assert walked(walk, targets, next_sibling=[-1, 99, 99, 99, 99, 99, 99]) == ([0, 1], [5, 99], STATUS_OK)

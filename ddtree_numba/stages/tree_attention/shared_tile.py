@@ -11,9 +11,9 @@ threads load neighbouring numbers, so all 32 of a warp's load are used.
 
 What it costs: 47 KB of shared memory and 168 registers a thread, so three blocks of 128 threads on a multiprocessor of
 an H100 or H200; five barriers for each tile; a kernel compiled for each pair of widths. The ROWS queries have no room
-in the block's memory and are read again for each tile, 16 x 2304 bytes = 36.9 KB, as much as the tile itself, from the L1
-cache when they stay there. A request has ceil(N * H / 16) blocks however long its prefix: a small tree leaves a GPU
-idle.
+in the block's memory and are read again for each tile, 16 x 2304 bytes = 36.9 KB, as much as the tile itself, from the
+L1 cache when they stay there. A request has ceil(N * H / 16) blocks however long its prefix, so a small tree leaves
+most of a GPU idle.
 """
 
 from __future__ import annotations
