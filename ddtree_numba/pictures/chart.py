@@ -1,12 +1,12 @@
-"""A line chart, for the few numbers that a lesson measures."""
+"""A line chart and a bar chart, for the few numbers that a lesson measures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ddtree_numba.pictures.drawing import Drawing, Picture
 
-__all__ = ["line_chart"]
+__all__ = ["bar_chart", "line_chart"]
 
 _STYLES = ("hot", "good", "bad", "")
 
@@ -57,6 +57,28 @@ def line_chart(
         for name, values in lines.items()
     )
     return Picture(drawing, f"Line chart of {y_label} against {x_label}. {described}", caption)
+
+
+def bar_chart(
+    values: Sequence[float], names: Sequence[object], *, marked: Collection[int] = (), y_label: str, caption: str = ""
+) -> Picture:
+    """Return a chart of one bar for each of `values` (0 or more), those at the indices `marked` in colour.
+
+    >>> bar_chart([0.5, 0.25], ["a", "b"], marked=[0], y_label="probability").alt
+    'Bar chart of probability. a: 0.5, marked; b: 0.25.'
+    """
+    width, height, bottom = 34, 150, 180
+    highest = max(values) or 1.0
+    drawing = Drawing(width * len(values) + 8, bottom + 24)
+    drawing.text(2, 12, y_label, "small soft")
+    words = []
+    for index, (value, name) in enumerate(zip(values, names, strict=True)):
+        left, tall, style = 4 + width * index, (height - 14) * value / highest, "hot" if index in marked else ""
+        drawing.bar(left, bottom - tall, width - 8, max(tall, 1), style)
+        drawing.text(left + (width - 8) / 2, bottom - tall - 4, f"{value:.2g}", f"mid small {style}")
+        drawing.text(left + (width - 8) / 2, bottom + 16, name, f"mid small {style}")
+        words.append(f"{name}: {value:.3g}" + (", marked" if index in marked else ""))
+    return Picture(drawing, f"Bar chart of {y_label}. {'; '.join(words)}.", caption)
 
 
 def _tick(rough: float) -> float:
