@@ -17,12 +17,17 @@ from ddtree_numba.pictures.slider import StepSlider
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    page for folder in ("docs", "tutorials") for page in (ROOT / folder).rglob("*.md") if "{code-cell}" in page.read_text()
+    page
+    for folder in ("docs", "tutorials")
+    for page in (ROOT / folder).rglob("*.md")
+    if "{code-cell}" in page.read_text()
 )
 SLOWEST_CELL = 60.0  # seconds
 CELL = re.compile(r"^```\{code-cell\}[^\n]*\n(?:---\n.*?^---\n|(?:^:[^\n]*\n)*)?(.*?)^```$", re.M | re.S)
 
-pytestmark = pytest.mark.skipif(not PAGES, reason="the pages are not here: this is an installed package, not the repository")
+pytestmark = pytest.mark.skipif(
+    not PAGES, reason="the pages are not here: this is an installed package, not the repository"
+)
 
 
 def cells_of(page: Path) -> list[tuple[int, str]]:
@@ -48,7 +53,11 @@ def test_every_cell_runs(page: Path) -> None:
     for line, source in cells:
         where = f"{page.relative_to(ROOT)}:{line + 1}"
         complaints, started = io.StringIO(), time.perf_counter()
-        with warnings.catch_warnings(), contextlib.redirect_stderr(complaints), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(complaints),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             warnings.simplefilter("error")
             shown = run_cell(source, line, page, names)
             if isinstance(shown, Picture | StepSlider):

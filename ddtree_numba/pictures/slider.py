@@ -58,7 +58,13 @@ class StepSlider:
         """Take a name for the whole and at least one step."""
         if not steps:
             raise ValueError("steps: got none, needs at least one")
-        self.label, self.steps = label, list(steps)
+        self.label, self.steps, self._first = label, list(steps), 0
+
+    def opened_at(self, step: int) -> StepSlider:
+        """Return the same slider, standing on `step` at first (0 the first, -1 the last)."""
+        slider = StepSlider(self.label, self.steps)
+        slider._first = range(len(self.steps))[step]
+        return slider
 
     def __str__(self) -> str:
         frames = "".join(
@@ -67,7 +73,8 @@ class StepSlider:
             for step in self.steps
         )
         bar = (
-            f'<div class="ddt-bar" hidden><input type="range" min="0" max="{len(self.steps) - 1}" value="0" step="1" '
+            f'<div class="ddt-bar" hidden><input type="range" min="0" max="{len(self.steps) - 1}" '
+            f'value="{self._first}" step="1" '
             f'aria-label="{escape(self.label)}: step"><output></output></div>'
         )
         return figure("ddt-steps", f'{_STYLE}{bar}<ol class="ddt-frames">{frames}</ol>{_SCRIPT}', self.label)

@@ -114,7 +114,8 @@ const ddtree = (function () {
 
   function load(preset) {
     rows = PRESETS[preset].map((row) => row.map(([word, p]) => ({ word, p })));
-    wants = {};
+    // To begin with, the target writes the second token of depth 2 after the first of depth 1: a walk with a turn.
+    wants = { "": 0, 0: rows[0].length + 1 };
     drawInputs();
     update();
   }
