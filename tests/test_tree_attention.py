@@ -574,8 +574,12 @@ def test_rows_outside_the_block_table_are_not_seen(rng, version, prefix, count, 
 @every_version
 @pytest.mark.parametrize(("count", "used"), [(99, 4), (NOBODY, 4), (-1, 0), (-(2**31), 0)])
 def test_a_node_count_outside_the_slots_is_cut(rng, version, count, used):
+    """Bits past the slots are set, the block table has room: rows 10 and 11 hold NaN, words past W don't exist."""
     batch = random_batch(rng, [6], [4], slots=4)
-    arrays = on_device((*batch[:5], np.array([count], np.int32)))
+    table = np.full((1, 14), batch.block_table[0, 2], np.int32)
+    table[0, :3] = batch.block_table[0, :3]
+    bits = batch.ancestor_bits | np.uint32(0xFFFFFFF0)
+    arrays = on_device((batch.q, batch.kv_pool, table, batch.prefix_lengths, bits, np.array([count], np.int32)))
     got = on_host(tree_attention(*arrays, batch.scale, latent_width=batch.latent_width, version=version))
     assert_identical(got, attend(batch, version, node_count=np.array([used], np.int32)))
 

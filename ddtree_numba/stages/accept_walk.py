@@ -54,7 +54,7 @@ def accept_walk_reference(tree: DraftTree, target_tokens: np.ndarray, draft_leng
     """Return the accepted path of every request's `tree` under `target_tokens` [B, N] int32.
 
     `draft_length` is L, N - 1 when None; a path that wants to go deeper stops there with `STATUS_TOO_DEEP`.
-    Greedy verification of a draft tree: DDTree, arXiv 2604.12989, section 4.
+    Verification of a draft tree as in DDTree, arXiv 2604.12989, by child and sibling links as in SGLang.
 
     >>> tree = DraftTree(*np.zeros((8, 1, 4), np.int32))._replace(node_count=np.array([4], np.int32))
     >>> tree.token_ids[0], tree.first_child[0], tree.next_sibling[0] = [9, 5, 7, 6], [1, -1, 3, -1], [-1, 2, -1, -1]
