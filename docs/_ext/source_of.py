@@ -69,7 +69,7 @@ def _parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
     return holder.children
 
 
-_ARGUMENT = re.compile(r"^``?[\w, `()]*?``? \(|^\w+(, \w+)* \(|^\w+ \([^)]*\)(, \w+ \([^)]*\))*:")
+_ARGUMENT = re.compile(r"^\w+(, \w+)* \([^)]*\)[^:]*:|^\w+ (float|int|uint)\d+:|^``\w+``")
 _KEYWORD = re.compile(r"^(Launch|Needs):")
 
 
@@ -78,10 +78,9 @@ def _arrays_as_list(app: Any, what: str, name: str, target: Any, options: Any, l
     result: list[str] = []
     in_list = False
     for line in lines:
-        if _KEYWORD.match(line) or (_ARGUMENT.match(line) and ":" in line):
-            label, _, rest = line.partition(":")
-            label = f"**{label}**" if _KEYWORD.match(line) else f"`{label.replace('`', '')}`"
-            result += [f"- {label}:{rest}"] if in_list else ["", f"- {label}:{rest}"]
+        may_start = in_list or not result or not result[-1].strip()
+        if _KEYWORD.match(line) or (may_start and _ARGUMENT.match(line)):
+            result += [_item(line)] if in_list else ["", _item(line)]
             in_list = True
         elif in_list and line.strip():
             result.append("  " + line.strip())
@@ -89,6 +88,13 @@ def _arrays_as_list(app: Any, what: str, name: str, target: Any, options: Any, l
             result.append(line)
             in_list = False
     lines[:] = result
+
+
+def _item(line: str) -> str:
+    label, colon, rest = line.partition(":")
+    if _KEYWORD.match(line):
+        return f"- **{label}**:{rest}"
+    return f"- {line}" if line.startswith("``") or not colon else f"- ``{label}``:{rest}"
 
 
 def setup(app: Any) -> dict[str, Any]:
