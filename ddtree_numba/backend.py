@@ -160,13 +160,21 @@ def as_device(array: Any) -> Any:
 
 
 def as_stream(stream: Any) -> Any:
-    """Return `stream` as Numba takes it: a Numba stream, a torch or CuPy one, a raw handle, None for the default."""
-    if stream is None:
-        return 0
+    """Return `stream` as Numba takes it.
+
+    It may be a Numba stream, one of torch, CuPy or ``cuda.core``, a raw handle, or None for the default stream.
+    """
+    if stream is None or hasattr(stream, "auto_synchronize"):  # one of Numba's own
+        return stream or 0
     handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
-    if isinstance(handle, int):
-        return cuda.external_stream(handle) if handle and ON_GPU else 0
-    return stream
+    if hasattr(handle, "__cuda_stream__"):
+        handle = handle.__cuda_stream__()[1]
+    if not handle or not ON_GPU:
+        return 0
+    external = cuda.external_stream(int(handle))
+    # Result arrays are bound to the stream: a caller's stream object that is let go must not take it from them.
+    external.owner = stream
+    return external
 
 
 def describe() -> str:
