@@ -29,6 +29,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "mathml",
+    "notebooks",
     "source_of",
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ddtree_numba.pictures.drawing import Drawing
 
-__all__ = ["NODE_HEIGHT", "NODE_WIDTH", "draw_edge", "draw_node", "label_of", "place"]
+__all__ = ["draw_edge", "draw_node", "label_of", "place"]
 
 NODE_WIDTH, NODE_HEIGHT = 56, 36
 _GAP_X, _GAP_Y = 12, 26

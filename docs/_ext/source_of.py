@@ -45,14 +45,17 @@ class SourceOf(SphinxDirective):
 
 
 class Api(SphinxDirective):
-    """Show the documentation of an object and, folded, its source."""
+    """Show the documentation of an object and, folded, its source; of a constant the documentation alone."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Return both."""
         dotted = self.arguments[0]
-        target, _, _ = find(dotted)
+        module, _, name = dotted.rpartition(".")
+        target = getattr(importlib.import_module(module), name)
+        if not callable(target):
+            return _parse(self, ["```{eval-rst}", f".. autodata:: {dotted}", "   :no-value:", "```"])
         lines = ["```{eval-rst}"]
         if inspect.isclass(target):
             lines += [f".. autoclass:: {dotted}", "   :members:"]
