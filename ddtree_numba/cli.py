@@ -1,0 +1,470 @@
+"""The `ddtree` command: decode text, look at one round, say what runs where.
+
+Standard output carries the result alone (the text, or JSON); everything about it goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ddtree_numba import __version__
+from ddtree_numba.backend import BACKEND, describe
+from ddtree_numba.draft_tree import MAX_BUDGET
+from ddtree_numba.engine.byte_tokenizer import TextStream, decode_text, encode_text
+from ddtree_numba.engine.checkpoint import CheckpointError
+from ddtree_numba.engine.decoding import BACKENDS, MODES, Decoder, Round
+from ddtree_numba.engine.model_pair import DEFAULT_MODEL, ModelPair, load_model
+
+if TYPE_CHECKING:
+    from ddtree_numba.draft_tree import DraftTree
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="ddtree",
+    help="Decode text with a draft tree: several tokens from one pass of the model, the same text.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# Typer brings its own Click or uses the installed one, so the class is taken from what Typer exports.
+_CommandLineError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+_INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
+_BAD_INPUT = 2
+
+
+class _RefusedError(Exception):
+    """Bad input from the user: one line, naming the argument, what it got and what it needs."""
+
+    def __init__(self, argument: str, got: object, needs: str) -> None:
+        super().__init__(f"{argument}: got {got}, needs {needs}")
+
+
+def main() -> None:
+    """Run the command line; whatever the user got wrong is one line on standard error and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except _CommandLineError as error:
+        code = _complain(error.format_message())
+    except (_RefusedError, CheckpointError) as error:
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("\nddtree: stopped", file=sys.stderr)
+        code = _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `| head`: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> int:
+    print(f"ddtree: {' '.join(message.split())}", file=sys.stderr)
+    return _BAD_INPUT
+
+
+# ---- arguments ----
+
+_Prompt = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.", show_default=False),
+]
+_PromptFile = Annotated[
+    Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a file.", show_default=False)
+]
+_Mode = Annotated[str, typer.Option("--mode", metavar="|".join(MODES), help="How to draft.")]
+_Budget = Annotated[int, typer.Option("--budget", metavar="N", help=f"Most nodes of a draft, 0 to {MAX_BUDGET}.")]
+_Backend = Annotated[str, typer.Option("--backend", metavar="|".join(BACKENDS), help="What runs the six stages.")]
+_Model = Annotated[
+    Path, typer.Option("--model", metavar="DIR", help="Another model's folder.", show_default="the package's")
+]
+_LeastProbability = Annotated[
+    float,
+    typer.Option(
+        "--min-probability",
+        metavar="P",
+        help="Leave out nodes less probable than this, which cost more time than they save (NumPy only).",
+    ),
+]
+
+
+def _one_of(argument: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise _RefusedError(argument, repr(value), f"one of {', '.join(allowed)}")
+    return value
+
+
+def _whole(argument: str, value: int, low: int, high: int | None = None) -> int:
+    if value < low or (high is not None and value > high):
+        raise _RefusedError(argument, value, f"a whole number from {low}" + (f" to {high}" if high else " up"))
+    return value
+
+
+def _check_backend(backend: str) -> str:
+    _one_of("--backend", backend, BACKENDS)
+    if backend not in ("numpy", BACKEND):
+        hint = "a GPU and numba-cuda, see `ddtree info`" if backend == "gpu" else "NUMBA_ENABLE_CUDASIM=1 here"
+        raise _RefusedError("--backend", repr(backend), hint)
+    return backend
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
+    """Return the prompt's bytes, wherever they come from."""
+    if (prompt is None) == (prompt_file is None):
+        got = "nothing" if prompt is None else "a text and --prompt-file"
+        raise _RefusedError("PROMPT", got, "either a text (- for standard input) or --prompt-file FILE")
+    name = "PROMPT"
+    if prompt_file is not None:
+        name = "--prompt-file"
+        try:
+            content = prompt_file.read_bytes()
+        except OSError as error:
+            raise _RefusedError(name, f"{prompt_file} ({error.strerror})", "a file that can be read") from None
+    elif prompt == "-":
+        content = sys.stdin.buffer.read()
+    else:
+        content = os.fsencode(prompt or "")
+    if not content:
+        raise _RefusedError(name, "an empty text", "at least one byte")
+    return content
+
+
+def _tokens_of(prompt: bytes, model: ModelPair) -> list[int]:
+    tokens = encode_text(prompt)
+    if len(tokens) >= model.context:
+        room = f"the model's context has {model.context} tokens, one begins the text and one is new"
+        needs = f"at most {model.context - 2} bytes: {room}"
+        raise _RefusedError("PROMPT", f"{len(prompt)} bytes", needs)
+    return tokens
+
+
+# ---- generate ----
+
+
+@app.command()
+def generate(
+    prompt: _Prompt = None,
+    prompt_file: _PromptFile = None,
+    mode: _Mode = "tree",
+    budget: _Budget = 32,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", help="Stop after so many.")] = 200,
+    compare: Annotated[bool, typer.Option("--compare", help="Run all modes, show the text of --mode.")] = False,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE|-", help="Write the figures as JSON (- here).", show_default=False),
+    ] = None,
+    backend: _Backend = "numpy",
+    model: _Model = DEFAULT_MODEL,
+    min_probability: _LeastProbability = 0.0,
+) -> None:
+    """Continue PROMPT, streaming the text, and say how fast that was."""
+    _one_of("--mode", mode, MODES)
+    _whole("--budget", budget, 0, MAX_BUDGET)
+    _whole("--max-new-tokens", max_new_tokens, 1)
+    _check_backend(backend)
+    if not 0 <= min_probability < 1:
+        raise _RefusedError("--min-probability", min_probability, "a number from 0 up to, but not including, 1")
+    content = _read_prompt(prompt, prompt_file)
+    with _JsonOutput(json_file) as output:
+        pair = load_model(model)
+        tokens = _tokens_of(content, pair)
+        notes = Console(stderr=True, highlight=False)
+        _announce(notes, backend, pair)
+        decoders = [
+            Decoder(pair, each, budget, backend=backend, min_probability=min_probability)
+            for each in (MODES if compare else (mode,))
+        ]
+        if backend == "numpy":
+            _warm_up(decoders, tokens)
+        runs = []
+        for decoder in decoders:
+            shown = decoder.mode == mode
+            writer = _TextWriter(content, quiet=not shown or json_file == "-")
+            runs.append(_run(decoder, tokens, max_new_tokens, writer))
+        identical = all(run.tokens == runs[0].tokens for run in runs) if compare else None
+        notes.print(_summary(runs, identical))
+        output.write(
+            {
+                "backend": backend,
+                "model": pair.name,
+                "prompt": content.decode("utf-8", "replace"),
+                "identical": identical,
+                "runs": [run.as_json() for run in runs],
+            }
+        )
+    if identical is False:
+        raise typer.Exit(1)
+
+
+def _announce(notes: Console, backend: str, pair: ModelPair) -> None:
+    where = "numpy (the stages' references, on the CPU)" if backend == "numpy" else describe()
+    notes.print(Text(f"backend: {where} · model: {pair.name}", style="dim"))
+    if backend == "simulator":
+        notes.print(Text("every GPU thread is a Python thread here: seconds to minutes for a round", style="dim"))
+
+
+def _warm_up(decoders: list[Decoder], tokens: list[int]) -> None:
+    """One untimed round in each mode: BLAS starts its threads and memory is touched for the first time."""
+    for decoder in decoders:
+        next(decoder.decode(tokens, 1))
+
+
+@dataclass
+class _Run:
+    """The figures of one decode."""
+
+    mode: str
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    rounds: int = 0
+    seconds: float = 0.0
+    finish: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "budget": self.budget,
+            "text": decode_text(self.tokens),
+            "tokens": self.tokens,
+            "new_tokens": len(self.tokens),
+            "rounds": self.rounds,
+            "tokens_per_round": len(self.tokens) / self.rounds,
+            "seconds": self.seconds,
+            "tokens_per_second": len(self.tokens) / self.seconds,
+            "finish": self.finish,
+        }
+
+
+def _run(decoder: Decoder, tokens: list[int], max_new_tokens: int, writer: _TextWriter) -> _Run:
+    run = _Run(decoder.mode, decoder.budget)
+    try:
+        for a_round in decoder.decode(tokens, max_new_tokens):
+            run.tokens += a_round.tokens
+            run.rounds += 1
+            run.seconds += a_round.seconds
+            run.finish = a_round.finish
+            writer.add(a_round)
+    finally:
+        writer.end()
+    return run
+
+
+class _TextWriter:
+    """Streams a decode to standard output: plain into a pipe, coloured by round on a terminal.
+
+    On a terminal, tokens that were drafted and accepted are green, the target's own one of each round is magenta and
+    underlined (the underline is there without colour, too).
+    """
+
+    def __init__(self, prompt: bytes, quiet: bool) -> None:
+        self._console = None if quiet else Console(highlight=False, markup=False, soft_wrap=True)
+        self._stream = TextStream()
+        if self._console is not None and self._console.is_terminal:
+            self._write(prompt.decode("utf-8", "replace"), "dim")
+
+    def add(self, a_round: Round) -> None:
+        drafted, own = a_round.tokens[: a_round.accepted], a_round.tokens[a_round.accepted :]
+        self._write(self._stream.feed(drafted), "green")
+        # Without a draft every token is the target's own: nothing to tell apart.
+        self._write(self._stream.feed(own), "magenta underline" if a_round.tree.token_ids.shape[1] > 1 else "")
+
+    def end(self) -> None:
+        self._write(self._stream.feed([], final=True), "")
+        self._write("\n", "")
+
+    def _write(self, text: str, style: str) -> None:
+        if self._console is None or not text:
+            return
+        if self._console.is_terminal:
+            self._console.print(Text(text.translate(_VISIBLE), style=style), end="")
+        else:
+            self._console.file.write(text)
+        self._console.file.flush()
+
+
+# Control characters in the text must not steer the terminal: they are drawn.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+
+
+def _summary(runs: list[_Run], identical: bool | None) -> Table:
+    table = Table(title=None)
+    for title in ("mode", "budget", "new tokens", "rounds", "tokens per round", "tokens per second", "speed"):
+        table.add_column(title, justify="left" if title == "mode" else "right")
+    slowest = next((run for run in runs if run.mode == "autoregressive"), None)
+    for run in runs:
+        figures = run.as_json()
+        ratio = figures["tokens_per_second"] / slowest.as_json()["tokens_per_second"] if slowest else None
+        table.add_row(
+            run.mode,
+            str(run.budget),
+            str(len(run.tokens)),
+            str(run.rounds),
+            f"{figures['tokens_per_round']:.2f}",
+            f"{figures['tokens_per_second']:,.1f}",
+            f"{ratio:.2f}x" if ratio else "",
+        )
+    if identical is not None:
+        table.caption = "output identical: yes" if identical else "output identical: NO, the modes differ"
+    return table
+
+
+class _JsonOutput(contextlib.AbstractContextManager["_JsonOutput"]):
+    """Writes JSON to a file or standard output, whole or not at all; refuses a path it can't write at once."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._draft: str | None = None
+
+    def __enter__(self) -> _JsonOutput:
+        if self._path is None or self._path == "-" or self._is_stream(self._path):
+            return self
+        path = Path(self._path)
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(21, "it is a folder")
+            handle, self._draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            os.close(handle)
+        except OSError as error:
+            raise _RefusedError("--json", f"{path} ({error.strerror})", "a file that can be written") from None
+        return self
+
+    @staticmethod
+    def _is_stream(path: str) -> bool:
+        """A device or a pipe takes no replacement; it is written to directly."""
+        return os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
+
+    def write(self, content: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        if self._path == "-":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        elif self._draft is None:
+            Path(self._path).write_text(text, encoding="utf-8")
+        else:
+            Path(self._draft).write_text(text, encoding="utf-8")
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(self._draft, 0o666 & ~mask)  # mkstemp's files are private, others expect the usual rights
+            os.replace(self._draft, self._path)
+            self._draft = None
+
+    def __exit__(self, *_: object) -> None:
+        if self._draft is not None:
+            os.unlink(self._draft)
+
+
+# ---- tree ----
+
+
+@app.command()
+def tree(
+    prompt: _Prompt = None,
+    prompt_file: _PromptFile = None,
+    budget: _Budget = 16,
+    number: Annotated[int, typer.Option("--round", metavar="N", help="Which round to show.")] = 1,
+    backend: _Backend = "numpy",
+    model: _Model = DEFAULT_MODEL,
+) -> None:
+    """Show one round of a decode: the draft tree, what each node sees, and the walk."""
+    _whole("--budget", budget, 0, MAX_BUDGET)
+    _whole("--round", number, 1)
+    _check_backend(backend)
+    content = _read_prompt(prompt, prompt_file)
+    pair = load_model(model)
+    tokens = _tokens_of(content, pair)
+    _announce(Console(stderr=True, highlight=False), backend, pair)
+    decoder = Decoder(pair, "tree", budget, backend=backend)
+    seen, shown = 0, None
+    before: list[int] = []
+    for a_round in decoder.decode(tokens, pair.context):
+        seen, shown = seen + 1, a_round
+        if seen == number:
+            break
+        before += a_round.tokens
+    if shown is None or seen < number:
+        raise _RefusedError("--round", number, f"at most {seen}: the text ends there")
+    _print_round(shown, content + bytes(token for token in before if token < 256))
+
+
+def _print_round(a_round: Round, text: bytes) -> None:
+    from ddtree_numba import show
+
+    request: DraftTree = show.request_tree(a_round.tree)
+    count = int(a_round.path.accept_count[0])
+    slots, tokens = a_round.path.accept_slots[0, :count].tolist(), a_round.path.accept_tokens[0, :count].tolist()
+    targets, positions = a_round.target_tokens[0], a_round.positions[0]
+    out = Console(highlight=False, markup=False)
+    tail = text.decode("utf-8", "replace")[-60:].translate(_VISIBLE)
+    out.print(Text(f"… {tail}" if len(text) > 60 else tail, style="dim"))
+    parts: list[tuple[str, Callable[[], Any]]] = [
+        ("Draft tree: slot, token, probability of the path", lambda: show.tree_picture(request, targets, slots)),
+        ("Who sees whom (and all see the prefix)", lambda: show.bitmask_picture(request, positions)),
+        ("The walk", lambda: show.walk_picture(request, targets, slots, tokens)),
+    ]
+    for title, picture in parts:
+        out.print()
+        out.print(Text(title, style="bold"))
+        out.print(picture())
+
+
+# ---- info ----
+
+
+@app.command()
+def info() -> None:
+    """Say what runs where: backend, versions, the model that comes with the package."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _facts():
+        table.add_row(Text(name, style="bold"), value)
+    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "ddtree-numba", __version__
+    yield "kernels run on", describe()
+    yield "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    for package in ("numpy", "numba", "numba-cuda", "safetensors"):
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+    yield "BLAS", str(np.show_config(mode="dicts")["Build Dependencies"]["blas"].get("name", "unknown"))
+    try:
+        pair = load_model()
+    except CheckpointError as error:
+        yield "model", f"none ({error})"
+    else:
+        yield "model", f"{pair.name}, context {pair.context} tokens, in {DEFAULT_MODEL}"
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"ddtree-numba {__version__}")
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

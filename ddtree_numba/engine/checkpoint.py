@@ -1,0 +1,237 @@
+"""Checkpoints on disk (config.json and model.safetensors) -> configurations and float32 arrays.
+
+The target is a Hugging Face checkpoint of `DeepseekV3ForCausalLM`, the drafter a DFlash block-diffusion drafter in the
+same two files. Whatever is missing, damaged or of another shape is one `CheckpointError` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+__all__ = ["CheckpointError", "DrafterConfig", "TargetConfig", "read_drafter", "read_target"]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file, what it holds, and what is needed."""
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """What the target's forward pass needs of a DeepSeek-V3 config.json, under its names there."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    eos_token_id: int
+
+    @property
+    def row_width(self) -> int:
+        """Numbers in one KV row: latent and rotated key, D_c + D_r."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What multiplies every attention score."""
+        return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """What the drafter's forward pass needs of its config.json, under its names there."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    intermediate_size: int
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+
+
+# Variants of the architecture that the forward pass leaves out: each key, when present, must have this value.
+_TARGET_ONLY: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "rope_scaling": None,
+    "rope_interleave": True,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+Config = TypeVar("Config", TargetConfig, DrafterConfig)
+
+
+def read_target(folder: Path) -> tuple[TargetConfig, dict[str, np.ndarray]]:
+    """Return the configuration and the tensors (Hugging Face names, float32) of the target in `folder`."""
+    raw = _read_json(folder / "config.json")
+    for key, needed in _TARGET_ONLY.items():
+        if raw.get(key, needed) != needed:
+            raise CheckpointError(f"{folder / 'config.json'}: {key} is {raw[key]!r}, needs {needed!r}")
+    config = _config(folder / "config.json", _with_rope_theta(raw), TargetConfig)
+    if raw.get("first_k_dense_replace", 0) < config.num_hidden_layers:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: first_k_dense_replace is {raw.get('first_k_dense_replace', 0)}, "
+            f"needs {config.num_hidden_layers}: every layer dense, no experts"
+        )
+    return config, _read_tensors(folder / "model.safetensors", _target_shapes(config))
+
+
+def read_drafter(folder: Path, target: TargetConfig) -> tuple[DrafterConfig, dict[str, np.ndarray]]:
+    """Return the configuration and the tensors (float32) of the drafter in `folder`, which must fit its `target`."""
+    path = folder / "config.json"
+    config = _config(path, _with_rope_theta(_read_json(path)), DrafterConfig)
+    for key in ("vocab_size", "hidden_size"):  # it shares the target's embedding
+        got, needed = getattr(config, key), getattr(target, key)
+        if got != needed:
+            raise CheckpointError(f"{path}: {key} is {got}, needs {needed} like the target's")
+    if not all(0 <= layer < target.num_hidden_layers for layer in config.target_layer_ids):
+        raise CheckpointError(
+            f"{path}: target_layer_ids is {list(config.target_layer_ids)}, "
+            f"needs layers from 0 to {target.num_hidden_layers - 1}"
+        )
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise CheckpointError(f"{path}: mask_token_id is {config.mask_token_id}, needs a token below vocab_size")
+    return config, _read_tensors(folder / "model.safetensors", _drafter_shapes(config))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}, needs a checkpoint's config.json") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: holds a {type(raw).__name__}, needs a JSON object")
+    return raw
+
+
+def _with_rope_theta(raw: dict[str, Any]) -> dict[str, Any]:
+    """Newer versions of transformers write rope_theta inside rope_parameters."""
+    parameters = raw.get("rope_parameters") or {}
+    return {**parameters, **raw} if isinstance(parameters, dict) else raw
+
+
+def _config(path: Path, raw: Mapping[str, Any], kind: type[Config]) -> Config:
+    """Return the `kind` of configuration that `raw` describes; every number must be positive."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name not in raw:
+            raise CheckpointError(f"{path}: {field.name} is missing")
+        value = raw[field.name]
+        if not _is_valid(field.name, str(field.type), value):
+            raise CheckpointError(f"{path}: {field.name} is {value!r}, needs a positive {_plain(str(field.type))}")
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def _is_valid(name: str, kind: str, value: Any) -> bool:
+    if kind.startswith("tuple"):
+        return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    if kind == "float":
+        return type(value) in (int, float) and value > 0
+    return type(value) is int and value >= (0 if name.endswith("_token_id") else 1)
+
+
+def _plain(kind: str) -> str:
+    return "whole number" if kind == "int" else "number" if kind == "float" else "list of layers"
+
+
+def _target_shapes(c: TargetConfig) -> dict[str, tuple[int, ...]]:
+    heads, hidden = c.num_attention_heads, c.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_a_proj.weight": (c.q_lora_rank, hidden),
+        "self_attn.q_a_layernorm.weight": (c.q_lora_rank,),
+        "self_attn.q_b_proj.weight": (heads * (c.qk_nope_head_dim + c.qk_rope_head_dim), c.q_lora_rank),
+        "self_attn.kv_a_proj_with_mqa.weight": (c.row_width, hidden),
+        "self_attn.kv_a_layernorm.weight": (c.kv_lora_rank,),
+        "self_attn.kv_b_proj.weight": (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+        "self_attn.o_proj.weight": (hidden, heads * c.v_head_dim),
+        "mlp.gate_proj.weight": (c.intermediate_size, hidden),
+        "mlp.up_proj.weight": (c.intermediate_size, hidden),
+        "mlp.down_proj.weight": (hidden, c.intermediate_size),
+    }
+    for i in range(c.num_hidden_layers):
+        shapes.update({f"model.layers.{i}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def _drafter_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads_width = c.hidden_size, c.num_attention_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(c.target_layer_ids) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (heads_width, hidden),
+        "self_attn.k_proj.weight": (heads_width, hidden),
+        "self_attn.v_proj.weight": (heads_width, hidden),
+        "self_attn.o_proj.weight": (hidden, heads_width),
+        "self_attn.q_norm.weight": (c.head_dim,),
+        "self_attn.k_norm.weight": (c.head_dim,),
+        "mlp.gate_proj.weight": (c.intermediate_size, hidden),
+        "mlp.up_proj.weight": (c.intermediate_size, hidden),
+        "mlp.down_proj.weight": (hidden, c.intermediate_size),
+    }
+    for i in range(c.num_hidden_layers):
+        shapes.update({f"layers.{i}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def _read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return the tensors named in `shapes` as float32, each checked; others in the file are left alone."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file, needs a checkpoint's weights")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            present = set(file.keys())
+            missing = sorted(shapes.keys() - present)
+            if missing:
+                raise CheckpointError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
+            return {name: _checked(path, name, file.get_tensor(name), shape) for name, shape in shapes.items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged, not a whole safetensors file ({error})") from None
+    except TypeError:  # safetensors has no NumPy type for bfloat16
+        raise CheckpointError(f"{path}: holds bfloat16, needs float16 or float32") from None
+
+
+def _checked(path: Path, name: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if tensor.dtype not in (np.float16, np.float32):
+        raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, needs float16 or float32")
+    if tensor.shape != shape:
+        raise CheckpointError(f"{path}: tensor {name} has shape {tensor.shape}, needs {shape}")
+    wide = tensor.astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise CheckpointError(f"{path}: tensor {name} holds NaN or infinity")
+    return wide

@@ -1,0 +1,204 @@
+"""The decoding loop: draft, verify, commit, once per round, in one of three modes.
+
+- autoregressive: nothing is drafted; the target is asked for one token at a time.
+- chain: the drafter's first choice at every position, one behind the other.
+- tree: the most probable prefixes, as many as the budget has nodes.
+
+The three share everything but the draft, and give the same tokens: the target decides each one. A round runs the
+target once, over the root (the last token, whose KV row is still missing) and the drafted nodes behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddtree_numba.arguments import check_integer
+from ddtree_numba.backend import BACKEND
+from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree
+from ddtree_numba.engine.drafter import DrafterContext
+from ddtree_numba.engine.kv_cache import PagedKVCache
+from ddtree_numba.engine.model_pair import ModelPair
+from ddtree_numba.engine.stage_backend import KernelStages, NumpyStages, Stages, chain_bits
+from ddtree_numba.stages.accept_walk import AcceptedPath
+
+__all__ = ["BACKENDS", "MODES", "Chooser", "Decoder", "Round", "greedy"]
+
+MODES = ("autoregressive", "chain", "tree")
+BACKENDS = ("numpy", "simulator", "gpu")
+
+Chooser = Callable[[np.ndarray], np.ndarray]
+"""The target's logits at every node [N, V] -> its token at every node [N] int32. Sampling would be another one."""
+
+_PREFILL_ROWS = 128  # tokens of a prompt in one pass: more would only make the attention's scores larger
+
+
+def greedy(logits: np.ndarray) -> np.ndarray:
+    """Return the most probable token of every row, the lowest id among equals.
+
+    >>> greedy(np.array([[0.0, 2.0, 2.0]], np.float32)).tolist()
+    [1]
+    """
+    return logits.argmax(axis=-1).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One pass of the target and what came of it."""
+
+    tokens: list[int]
+    """The tokens emitted, in order; the stop token is not among them."""
+    accepted: int
+    """How many of them were drafted; the one after them, if any, is the target's own (the bonus)."""
+    tree: DraftTree
+    """The round's draft, a batch of one."""
+    positions: np.ndarray
+    """[1, N] int32: the place of every node in the sequence."""
+    target_tokens: np.ndarray
+    """[1, N] int32: the target's token after every node."""
+    path: AcceptedPath
+    """The walk through the tree, uncut."""
+    seconds: float
+    """Time of the round; the first one's includes the prompt."""
+    finish: str
+    """Why this round is the last: "stop" (end of document), "length", "context" (no room); "" when it is not."""
+
+
+class Decoder:
+    """Decodes one sequence after another with one model, mode and backend."""
+
+    def __init__(
+        self,
+        model: ModelPair,
+        mode: str = "tree",
+        budget: int = 32,
+        *,
+        backend: str = "numpy",
+        min_probability: float = 0.0,
+        choose: Chooser = greedy,
+    ) -> None:
+        """Take a model, one of `MODES`, the node budget of a draft, and one of `BACKENDS` for the stages.
+
+        `min_probability` keeps nodes out of the draft that the drafter thinks less probable (NumPy only): on a CPU
+        every node costs time. It can't change the output.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode: got {mode!r}, needs {', '.join(MODES)}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend: got {backend!r}, needs {', '.join(BACKENDS)}")
+        if backend not in ("numpy", BACKEND):
+            raise ValueError(f"backend: got {backend!r}, but kernels run on the {BACKEND} in this process")
+        budget = check_integer("budget", budget, 0, MAX_BUDGET)
+        self.model, self.mode, self.backend = model, mode, backend
+        if mode == "autoregressive":
+            budget = 0
+        elif mode == "chain":
+            budget = min(budget, model.drafter.draft_length)
+        self.budget = budget
+        """Most nodes that a round drafts in this mode."""
+        self._choose = choose
+        self._k = 1 if mode == "chain" else None
+        self._min_probability = min_probability
+
+    def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[Round]:
+        """Yield the rounds that continue `prompt` (token ids, the document's first included) by new tokens."""
+        vocab = self.model.target.config.vocab_size
+        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1, 2**31 - 1)
+        if not 1 <= len(prompt) < self.model.context:
+            needs = f"1 to {self.model.context - 1} tokens, so that one more fits in the model's context"
+            raise ValueError(f"prompt: got {len(prompt)} tokens, needs {needs}")
+        if not all(0 <= token < vocab for token in prompt):
+            raise ValueError(f"prompt: got token {max(prompt, key=abs)}, needs tokens from 0 to {vocab - 1}")
+        return self._rounds(list(prompt), max_new_tokens)
+
+    def _rounds(self, sequence: list[int], max_new_tokens: int) -> Iterator[Round]:
+        start = time.perf_counter()
+        state = _Sequence(self.model, self._new_stages(), self.budget, self._choose)
+        state.prefill(sequence[:-1])
+        room = {"length": max_new_tokens, "context": self.model.context - len(sequence)}
+        root, stop = sequence[-1], self.model.target.config.eos_token_id
+        while True:
+            tree, positions, targets, path = state.round(root)
+            emitted = path.accept_tokens[0, : path.accept_count[0]].tolist()
+            tokens, finish = _cut(emitted, stop, room)
+            accepted = min(len(tokens), len(emitted) - 1)
+            yield Round(tokens, accepted, tree, positions, targets, path, time.perf_counter() - start, finish)
+            if finish:
+                return
+            start = time.perf_counter()
+            room = {limit: left - len(tokens) for limit, left in room.items()}
+            root = tokens[-1]
+
+    def _new_stages(self) -> Stages:
+        if self.backend == "numpy":
+            return NumpyStages(self.budget, self._k, self._min_probability)
+        drafter, vocab = self.model.drafter, self.model.target.config.vocab_size
+        length = drafter.draft_length if self.budget else 0
+        return KernelStages(length, vocab, self.budget, self._k)
+
+
+def _cut(emitted: list[int], stop: int, room: dict[str, int]) -> tuple[list[int], str]:
+    """Return the tokens before the stop token and within every limit, and what cut them ("" when nothing did).
+
+    A limit that is reached exactly ends the decode as well. `room` is what each limit leaves.
+
+    >>> _cut([5, 6, 256, 7], 256, {"length": 9, "context": 99})
+    ([5, 6], 'stop')
+    >>> _cut([5, 6, 256, 7], 256, {"length": 2, "context": 99})
+    ([5, 6], 'length')
+    """
+    limit = min(room, key=lambda name: room[name])
+    within = emitted[: room[limit]]
+    if stop in within:
+        return within[: within.index(stop)], "stop"
+    return within, limit if len(within) == room[limit] else ""
+
+
+class _Sequence:
+    """What belongs to one sequence while it is decoded: the KV cache, the drafter's context, the stages."""
+
+    def __init__(self, model: ModelPair, stages: Stages, budget: int, choose: Chooser) -> None:
+        self._target, self._drafter, self._stages, self._choose = model.target, model.drafter, stages, choose
+        rows = model.context + max(budget + 1, _PREFILL_ROWS)
+        self._cache: PagedKVCache = model.target.new_cache(rows)
+        self._context: DrafterContext | None = model.drafter.new_context(rows) if budget else None
+
+    def prefill(self, tokens: list[int]) -> None:
+        """Compute the KV rows and the drafter's context of the tokens before the first root."""
+        for first in range(0, len(tokens), _PREFILL_ROWS):
+            stretch = np.array(tokens[first : first + _PREFILL_ROWS], np.int32)
+            positions = np.arange(first, first + len(stretch), dtype=np.int32)
+            _, features = self._verify(stretch, positions, chain_bits(len(stretch)))
+            self._cache.prefix_lengths += len(stretch)
+            if self._context is not None:
+                self._drafter.append(self._context, features)
+
+    def round(self, root: int) -> tuple[DraftTree, np.ndarray, np.ndarray, AcceptedPath]:
+        """Draft behind `root`, verify, commit; return tree, positions, the target's tokens [1, N] and the path."""
+        if self._context is None:
+            logits = np.empty((1, 0, self._target.config.vocab_size), np.float32)  # L = 0: the root alone
+        else:
+            logits = self._drafter.forward(self._context, root)[None]
+        tree, positions = self._stages.draft(logits, root, self._cache.prefix)
+        used = int(tree.node_count[0])
+        targets = np.zeros_like(tree.token_ids)
+        bits = tree.ancestor_bits[:, :used, : -(-used // 32)]
+        node_logits, features = self._verify(tree.token_ids[0, :used], positions[0, :used], bits)
+        targets[0, :used] = self._choose(node_logits)
+        path = self._stages.commit(targets, self._cache)
+        if self._context is not None:
+            slots = path.accept_slots[0, : path.accept_count[0]]
+            self._drafter.append(self._context, features[:, slots])
+        return tree, positions, targets, path
+
+    def _verify(
+        self, token_ids: np.ndarray, positions: np.ndarray, ancestor_bits: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run the target over nodes behind the prefix: their logits [N, V] and features [F, N]."""
+        cache, config = self._cache, self._target.config
+        cache.reserve(cache.prefix + len(token_ids))
+        attention = self._stages.attention(cache, ancestor_bits, config.attention_scale, config.kv_lora_rank)
+        return self._target.forward(token_ids, positions, cache, attention)

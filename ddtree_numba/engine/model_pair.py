@@ -1,0 +1,45 @@
+"""A target and its drafter, read from one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ddtree_numba.engine.byte_tokenizer import VOCAB_SIZE
+from ddtree_numba.engine.checkpoint import CheckpointError, read_drafter, read_target
+from ddtree_numba.engine.drafter import Drafter
+from ddtree_numba.engine.target_model import TargetModel
+
+__all__ = ["DEFAULT_MODEL", "ModelPair", "load_model"]
+
+DEFAULT_MODEL = Path(__file__).parent / "models" / "tiny_stdlib"
+"""The model that comes with the package: it writes Python in the manner of the standard library."""
+
+
+class ModelPair(NamedTuple):
+    """What a decode needs of a model."""
+
+    name: str
+    target: TargetModel
+    drafter: Drafter
+
+    @property
+    def context(self) -> int:
+        """How many tokens a sequence may have."""
+        return min(self.target.config.max_position_embeddings, self.drafter.config.max_position_embeddings)
+
+
+def load_model(folder: str | Path = DEFAULT_MODEL) -> ModelPair:
+    """Return the model in `folder` (its `target` and `drafter` folders); `CheckpointError` when it can't be used."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder, needs one that holds target/ and drafter/")
+    config, tensors = read_target(folder / "target")
+    if config.vocab_size < VOCAB_SIZE:
+        raise CheckpointError(
+            f"{folder / 'target' / 'config.json'}: vocab_size is {config.vocab_size}, "
+            f"needs {VOCAB_SIZE}: the bytes, the document's end, the mask"
+        )
+    drafter_config, drafter_tensors = read_drafter(folder / "drafter", config)
+    target = TargetModel(config, tensors, drafter_config.target_layer_ids)
+    return ModelPair(folder.resolve().name, target, Drafter(drafter_config, drafter_tensors, target.embedding))
