@@ -49,6 +49,7 @@ autodoc_typehints = "none"  # shapes and dtypes stand in the text; `Any` would s
 autodoc_member_order = "bysource"
 add_module_names = False
 nitpick_ignore = [("py:class", "NamedTuple"), ("py:class", "object"), ("py:class", "tuple")]
+nitpick_ignore_regex = [("py:class", r"(numpy|np|collections\.abc|typing|pathlib)\..*")]  # other projects' names
 
 html_theme = "furo"
 html_title = "ddtree_numba"

@@ -78,6 +78,9 @@ _KEYWORD = re.compile(r"^(Launch|Needs):")
 
 def _arrays_as_list(app: Any, what: str, name: str, target: Any, options: Any, lines: list[str]) -> None:
     """Make a list of a docstring's lines `name (shape, dtype): meaning`, which stand below each other there."""
+    of_type = type(target).__doc__
+    if what in ("data", "attribute") and isinstance(of_type, str) and "\n".join(lines).startswith(of_type[:40]):
+        lines.clear()  # a constant without words of its own: those of `bool` or `int` would say nothing
     result: list[str] = []
     in_list = False
     for line in lines:
