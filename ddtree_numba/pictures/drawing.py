@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["Drawing", "Picture", "figure"]
+__all__ = ["Drawing", "Figure", "Picture", "figure"]
 
 _LIGHT = (
     "--ddt-ink:#1f2328;--ddt-soft:#59636e;--ddt-line:#8c959f;--ddt-face:#f6f8fa;--ddt-page:#fff;"
@@ -122,7 +122,14 @@ class Picture:
         return self._html
 
 
-def figure(style: str, body: str, label: str = "") -> str:
+class Figure(str):
+    """HTML that shows itself in Jupyter."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+def figure(style: str, body: str, label: str = "") -> Figure:
     """Return `body` in a figure that brings the pictures' style rules."""
     name = f' role="group" aria-label="{escape(label)}"' if label else ""
-    return f'<figure class="ddt {style}"{name}>{_STYLE}{body}</figure>'
+    return Figure(f'<figure class="ddt {style}"{name}>{_STYLE}{body}</figure>')
