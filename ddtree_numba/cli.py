@@ -68,11 +68,12 @@ def main() -> None:
     except (_RefusedError, CheckpointError) as error:
         code = _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        print("\nddtree: stopped", file=sys.stderr)
         code = _INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    if code == _INTERRUPTED:  # Typer may have caught the interrupt itself
+        print("ddtree: stopped", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -306,7 +307,7 @@ _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 def _summary(runs: list[_Run], identical: bool | None) -> Table:
     table = Table(title=None)
-    for title in ("mode", "budget", "new tokens", "rounds", "tokens per round", "tokens per second", "speed"):
+    for title in ("mode", "budget", "tokens", "rounds", "tokens/round", "tokens/s", "speed"):
         table.add_column(title, justify="left" if title == "mode" else "right")
     slowest = next((run for run in runs if run.mode == "autoregressive"), None)
     for run in runs:

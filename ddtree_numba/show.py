@@ -112,7 +112,7 @@ def walk_picture(
             text.append(f": slot {accept_slots[step + 1]} holds it, accepted")
         else:
             drafted = int(tree.first_child[slot]) >= 0
-            text.append(f": {'no child holds it' if drafted else 'nothing was drafted here'}, the bonus token")
+            text.append(f": {'no child holds it' if drafted else 'no child here'}, the bonus token")
         lines.append(text)
     emitted = " ".join(label(int(token)) for token in accept_tokens)
     lines.append(Text(f"{len(accept_tokens)} tokens from one pass of the target: {emitted}", style="bold"))

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib.metadata
+import json
 import os
+import platform
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +23,7 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-gpu", action="store_true", help="fail when no GPU test has run")
+    parser.addoption("--report", metavar="FILE", help="write machine, versions, counts and measured errors as JSON")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,17 +34,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and report.passed and "gpu" in report.keywords:
-        _ran[0] += 1
+    if report.when == "call" or report.outcome != "passed":
+        _counts[report.outcome] += 1
+    if report.when == "call" and report.passed:
+        _gpu_tests[0] += "gpu" in report.keywords
+        if report.user_properties:
+            _measured[report.nodeid] = dict(report.user_properties)
 
 
-_ran = [0]
+_counts: Counter[str] = Counter()
+_gpu_tests = [0]
+_measured: dict[str, dict[str, object]] = {}
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.config.getoption("--require-gpu") and (not ON_GPU or _ran[0] == 0):
-        print(f"\n--require-gpu: {_ran[0]} GPU tests have run on {describe()}: that proves nothing", flush=True)
+    if session.config.getoption("--require-gpu") and (not ON_GPU or _gpu_tests[0] == 0):
+        print(f"\n--require-gpu: {_gpu_tests[0]} GPU tests have run on {describe()}: that proves nothing", flush=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if path := session.config.getoption("--report"):
+        Path(path).write_text(json.dumps(_report(), indent=1) + "\n", encoding="utf-8")
+
+
+def _report() -> dict[str, object]:
+    packages = ("ddtree-numba", "numba", "numba-cuda", "numpy", "cupy-cuda13x", "cupy-cuda12x", "torch")
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "machine": describe(),
+        "versions": versions,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "tests": dict(_counts),
+        "gpu_tests": _gpu_tests[0],
+        "measured": _measured,
+    }
 
 
 @pytest.fixture

@@ -91,6 +91,8 @@ class Decoder:
             raise ValueError(f"backend: got {backend!r}, needs {', '.join(BACKENDS)}")
         if backend not in ("numpy", BACKEND):
             raise ValueError(f"backend: got {backend!r}, but kernels run on the {BACKEND} in this process")
+        if not 0 <= min_probability < 1:
+            raise ValueError(f"min_probability: got {min_probability}, needs a number from 0 up to below 1")
         budget = check_integer("budget", budget, 0, MAX_BUDGET)
         self.model, self.mode, self.backend = model, mode, backend
         if mode == "autoregressive":
@@ -111,7 +113,8 @@ class Decoder:
             needs = f"1 to {self.model.context - 1} tokens, so that one more fits in the model's context"
             raise ValueError(f"prompt: got {len(prompt)} tokens, needs {needs}")
         if not all(0 <= token < vocab for token in prompt):
-            raise ValueError(f"prompt: got token {max(prompt, key=abs)}, needs tokens from 0 to {vocab - 1}")
+            wrong = next(token for token in prompt if not 0 <= token < vocab)
+            raise ValueError(f"prompt: got token {wrong}, needs tokens from 0 to {vocab - 1}")
         return self._rounds(list(prompt), max_new_tokens)
 
     def _rounds(self, sequence: list[int], max_new_tokens: int) -> Iterator[Round]:

@@ -1,0 +1,385 @@
+"""The decoding loop: three modes, any drafter, any backend, any page order, one text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ddtree_numba.backend import BACKEND
+from ddtree_numba.draft_tree import check_tree, random_tree
+from ddtree_numba.engine.byte_tokenizer import BOS, EOS, encode_text
+from ddtree_numba.engine.decoding import MODES, Decoder, Round, greedy
+from ddtree_numba.engine.model_pair import ModelPair, load_model
+from ddtree_numba.engine.stage_backend import NumpyStages, chain_bits, trim_tree
+from ddtree_numba.stages.best_first_tree import build_tree_reference
+from tests import tiny_model
+
+PROMPTS = Path(__file__).parent / "data" / "held_out_prompts.json"
+TINY_PROMPT = encode_text("def f(x):")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_model.write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def tiny(folder) -> ModelPair:
+    return load_model(folder)
+
+
+def decode(pair: ModelPair, mode: str, prompt, count: int, budget: int = 12, **options) -> list[Round]:
+    return list(Decoder(pair, mode, budget, **options).decode(prompt, count))
+
+
+def tokens_of(rounds: list[Round]) -> list[int]:
+    return [token for each in rounds for token in each.tokens]
+
+
+class Knowing:
+    """A drafter that knows the text: at each depth the right token is its choice of rank `ranks[depth]`.
+
+    With all ranks 0 it is always right; a higher one makes the chain miss and the tree hit.
+    """
+
+    def __init__(self, pair: ModelPair, text: list[int], ranks: list[int]) -> None:
+        self.draft_length, self.config = len(ranks), pair.drafter.config
+        self._real, self._text, self._ranks = pair.drafter, text, ranks
+
+    def new_context(self, max_rows):
+        return self._real.new_context(max_rows)
+
+    def append(self, context, features):
+        assert features.shape == (48, features.shape[1]) and np.isfinite(features).all()
+        context.length += features.shape[1]
+
+    def forward(self, context, root_token):
+        assert root_token == self._text[context.length], "the context is not the text before the root"
+        logits = np.full((self.draft_length, 258), -20.0, np.float32)
+        for depth, rank in enumerate(self._ranks):
+            place = context.length + 1 + depth
+            right = self._text[place] if place < len(self._text) else 0
+            order = [token for token in range(100, 106) if token != right]
+            order.insert(rank, right)
+            logits[depth, order] = -np.arange(len(order), dtype=np.float32)
+        return logits
+
+
+def with_knowing(pair: ModelPair, ranks: list[int], count: int = 40) -> ModelPair:
+    prompt = TINY_PROMPT
+    text = prompt + tokens_of(decode(pair, "autoregressive", prompt, count))
+    return pair._replace(drafter=Knowing(pair, text, ranks))
+
+
+# ---- one text ----
+
+
+def test_autoregressive_is_the_argmax_of_a_plain_pass(folder, tiny):
+    weights = load_file(folder / "target" / "model.safetensors")
+    text = list(TINY_PROMPT)
+    for _ in range(12):
+        logits, _ = tiny_model.target_oracle(tiny_model.TARGET, weights, text)
+        best = np.sort(logits[-1])[-2:]
+        assert best[1] - best[0] > 1e-3, "a near tie: choose another seed for the random model"
+        text.append(int(logits[-1].argmax()))
+    rounds = decode(tiny, "autoregressive", TINY_PROMPT, 12)
+    assert tokens_of(rounds) == text[len(TINY_PROMPT) :]
+    assert [len(each.tokens) for each in rounds] == [1] * 12 and not any(each.accepted for each in rounds)
+
+
+def test_shipped_model_gives_one_text_on_held_out_prompts():
+    pair, prompts = load_model(), json.loads(PROMPTS.read_text())
+    assert len(prompts) >= 20
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else prompt["prompt"]
+        prompt_tokens = encode_text(text)[:900]
+        runs = {mode: decode(pair, mode, prompt_tokens, 100, 32) for mode in MODES}
+        runs["tree, trimmed"] = decode(pair, "tree", prompt_tokens, 100, 32, min_probability=0.1)
+        expected = tokens_of(runs["autoregressive"])
+        for name, rounds in runs.items():
+            assert tokens_of(rounds) == expected, f"{name}: {text[-40:]!r}"
+        # A text that ends at once proves little; at most 16 tokens a round make 100 at least 7 rounds.
+        assert len(expected) < 100 or min(len(rounds) for rounds in runs.values()) >= 5
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+@pytest.mark.parametrize("kind", ["random", "constant", "nothing finite", "NaN", "infinity", "overconfident"])
+def test_no_drafter_can_change_the_text(tiny, rng, mode, kind):
+    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 30))
+    bad = {
+        "random": lambda: rng.standard_normal((5, 258)),
+        "constant": lambda: np.zeros((5, 258)),
+        "nothing finite": lambda: np.full((5, 258), -np.inf),
+        "NaN": lambda: np.where(rng.random((5, 258)) < 0.01, np.nan, 1.0),
+        "infinity": lambda: np.where(rng.random((5, 258)) < 0.01, np.inf, 1.0),
+        "overconfident": lambda: 1e4 * rng.standard_normal((5, 258)),
+    }[kind]
+    tiny.drafter.forward = lambda context, root: bad().astype(np.float32)
+    rounds = decode(tiny, mode, TINY_PROMPT, 30)
+    assert tokens_of(rounds) == expected
+    assert all(1 <= len(each.tokens) <= each.path.accept_count[0] for each in rounds)
+
+
+@pytest.mark.parametrize(
+    "ranks, chain_accepts", [([0] * 5, 5), ([0, 0, 2, 0, 0], 2), ([1, 0, 0, 0, 0], 0), ([0, 1, 0, 1, 0], 1)]
+)
+def test_long_paths_of_every_shape(tiny, ranks, chain_accepts):
+    pair = with_knowing(tiny, ranks)
+    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 40))
+    chain, tree = decode(pair, "chain", TINY_PROMPT, 40), decode(pair, "tree", TINY_PROMPT, 40, 60)
+    assert tokens_of(chain) == tokens_of(tree) == expected
+    assert [each.accepted for each in chain[:-1]] == [chain_accepts] * (len(chain) - 1)
+    assert [each.accepted for each in tree[:-1]] == [5] * (len(tree) - 1), "the tree holds the right path"
+    slots = [each.path.accept_slots[0, : each.path.accept_count[0]].tolist() for each in tree]
+    assert ranks == [0] * 5 or any(path != list(range(len(path))) for path in slots), "rows had to move"
+
+
+def test_rounds_say_what_happened(tiny):
+    pair = with_knowing(tiny, [0, 1, 0, 0, 0])
+    rounds = decode(pair, "tree", TINY_PROMPT, 40, 20)
+    place = len(TINY_PROMPT) - 1
+    for each in rounds:
+        check_tree(each.tree)
+        count = int(each.path.accept_count[0])
+        assert each.seconds > 0
+        assert each.positions[0].tolist() == (place + each.tree.depths[0]).tolist()
+        slots = each.path.accept_slots[0, :count]
+        assert each.path.accept_tokens[0, :count].tolist() == each.target_tokens[0, slots].tolist()
+        if not each.finish:
+            assert each.tokens == each.path.accept_tokens[0, :count].tolist() and each.accepted == count - 1
+        place += len(each.tokens)
+    assert [each.finish for each in rounds] == [""] * (len(rounds) - 1) + ["length"]
+
+
+def test_any_choice_of_tokens_gives_one_text(tiny):
+    """Sampling will choose otherwise than greedily; the loop must not care."""
+
+    def second_best(logits):
+        return np.argsort(-logits, axis=-1, kind="stable")[:, 1].astype(np.int32)
+
+    runs = [tokens_of(decode(tiny, mode, TINY_PROMPT, 30, choose=second_best)) for mode in MODES]
+    assert runs[0] == runs[1] == runs[2] != tokens_of(decode(tiny, "tree", TINY_PROMPT, 30))
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    got = greedy(np.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [0.0, 1.0, 2.0]], np.float32))
+    assert got.tolist() == [1, 0, 2] and got.dtype == np.int32
+
+
+# ---- where a text ends ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_length_cuts_inside_an_accepted_path(tiny, mode):
+    pair = with_knowing(tiny, [0] * 5)
+    whole = tokens_of(decode(pair, mode, TINY_PROMPT, 25))
+    for count in range(1, 14):
+        rounds = decode(pair, mode, TINY_PROMPT, count)
+        assert tokens_of(rounds) == whole[:count]
+        assert rounds[-1].finish == "length" and len(rounds) == (count if mode == "autoregressive" else -(-count // 6))
+        # The bonus is the last of six tokens: a shorter last round is all draft.
+        assert rounds[-1].accepted == (0 if mode == "autoregressive" else (count - 1) % 6 + 1 - (count % 6 == 0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", range(12))
+def test_stop_token_cuts_inside_an_accepted_path(tiny, mode, place):
+    pair = with_knowing(tiny, [0] * 5)
+    whole = tokens_of(decode(pair, "autoregressive", TINY_PROMPT, 25))
+    stop = whole[place]
+    config = dataclasses.replace(pair.target.config, eos_token_id=stop)
+    pair.target.config = config
+    rounds = decode(pair, mode, TINY_PROMPT, 25)
+    first = whole.index(stop)
+    assert tokens_of(rounds) == whole[:first] and rounds[-1].finish == "stop"
+    assert all(not each.finish for each in rounds[:-1])
+
+
+def test_stop_token_behind_the_length_limit_is_not_reached(tiny):
+    pair = with_knowing(tiny, [0] * 5)
+    whole = tokens_of(decode(pair, "tree", TINY_PROMPT, 25))
+    place = next(i for i, token in enumerate(whole) if i > 1 and token not in whole[:i])
+    pair.target.config = dataclasses.replace(pair.target.config, eos_token_id=whole[place])
+    assert decode(pair, "tree", TINY_PROMPT, place)[-1].finish == "length"
+    assert decode(pair, "tree", TINY_PROMPT, place + 1)[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", [1, 40, 74, 75, 78, 79])
+def test_full_context_ends_the_text(tiny, rng, mode, length):
+    prompt = [BOS, *rng.integers(0, 256, length - 1).tolist()]
+    rounds = decode(tiny, mode, prompt, 1000)
+    tokens = tokens_of(rounds)
+    assert tokens == tokens_of(decode(tiny, "autoregressive", prompt, 1000))
+    if rounds[-1].finish != "stop":
+        assert rounds[-1].finish == "context" and length + len(tokens) == 80
+
+
+def test_long_prompt_is_read_in_stretches(tiny, rng, monkeypatch):
+    prompt = [BOS, *rng.integers(0, 256, 60).tolist()]
+    expected = tokens_of(decode(tiny, "tree", prompt, 15))
+    for rows in (1, 7, 60, 61):
+        monkeypatch.setattr("ddtree_numba.engine.decoding._PREFILL_ROWS", rows)
+        assert tokens_of(decode(tiny, "tree", prompt, 15)) == expected
+
+
+def test_decodes_of_one_decoder_do_not_mix(tiny):
+    decoder = Decoder(tiny, "tree", 9)
+    prompts = TINY_PROMPT, encode_text("class")
+    alone = [tokens_of(decoder.decode(prompt, 12)) for prompt in prompts]
+    one, other = (decoder.decode(prompt, 12) for prompt in prompts)
+    got = tokens_of([next(one)]), tokens_of([next(other)])
+    assert [got[0] + tokens_of(list(one)), got[1] + tokens_of(list(other))] == alone
+
+
+# ---- budgets and trees ----
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 31, 32, 63, 300, 1024])
+def test_any_budget_gives_one_text(tiny, budget):
+    count = 6 if budget > 100 else 20
+    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, count))
+    for mode in MODES:
+        rounds = decode(tiny, mode, TINY_PROMPT, count, budget)
+        assert tokens_of(rounds) == expected
+        most = {"autoregressive": 0, "chain": min(budget, 5), "tree": budget}[mode]
+        assert {int(each.tree.node_count[0]) for each in rounds} == {most + 1}
+        assert Decoder(tiny, mode, budget).budget == most
+
+
+def test_chain_is_the_drafters_first_choices(tiny):
+    pair = with_knowing(tiny, [0, 2, 1, 0, 0])
+    for each in decode(pair, "chain", TINY_PROMPT, 10):
+        assert each.tree.parents[0].tolist() == [-1, 0, 1, 2, 3, 4]
+        assert each.tree.next_sibling[0].tolist() == [-1] * 6
+
+
+@pytest.mark.parametrize("least", [1e-6, 0.01, 0.2, 0.9, 0.999])
+def test_improbable_nodes_can_be_left_out(tiny, rng, least):
+    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 25))
+    real = tiny.drafter.forward
+    tiny.drafter.forward = lambda context, root: 3 * real(context, root)
+    sizes = set()
+    for each in decode(tiny, "tree", TINY_PROMPT, 25, 40, min_probability=least):
+        check_tree(each.tree)
+        expected, rest = expected[len(each.tokens) :], expected[: len(each.tokens)]
+        assert each.tokens == rest
+        sizes.add(int(each.tree.node_count[0]))
+        worthy = int((each.tree.log_probs[0] >= np.log(least)).sum())
+        assert int(each.tree.node_count[0]) <= max(8, worthy + 4)
+    assert not expected and all(size % 8 == 0 or size == 41 for size in sizes)
+    assert least < 0.01 or max(sizes) < 41
+
+
+@pytest.mark.parametrize("slots", [1, 2, 31, 32, 33, 40])
+def test_trimmed_tree_is_the_tree_of_a_smaller_budget(rng, slots):
+    log_probs = np.sort(np.log(rng.random((2, 5, 9))), axis=-1)[:, :, ::-1].astype(np.float32)
+    ids = np.stack([rng.permutation(50)[:9] for _ in range(10)]).reshape(2, 5, 9).astype(np.int32)
+    roots = np.array([3, 4], np.int32)
+    trimmed = trim_tree(build_tree_reference(log_probs, ids, roots, 39), slots)
+    expected = build_tree_reference(log_probs, ids, roots, slots - 1)
+    for name, array in expected._asdict().items():
+        got = getattr(trimmed, name)
+        assert got.dtype == array.dtype and got.flags.c_contiguous
+        np.testing.assert_array_equal(got, array, err_msg=name)
+
+
+def test_trimming_ragged_trees_keeps_the_contract(rng):
+    for _ in range(30):
+        tree = random_tree(rng, 3, 50)
+        # Random trees are not best-first, but every parent and earlier sibling has a smaller slot all the same.
+        check_tree(trim_tree(tree, int(rng.integers(1, 52))))
+
+
+def test_chain_bits():
+    for count in (1, 31, 32, 33, 65):
+        bits = chain_bits(count)
+        assert bits.shape == (1, count, -(-count // 32)) and bits.dtype == np.uint32
+        rows = [sum(int(word) << 32 * i for i, word in enumerate(row)) for row in bits[0]]
+        assert rows == [(1 << i + 1) - 1 for i in range(count)]
+
+
+# ---- backends ----
+
+
+@pytest.mark.parametrize("mode, budget", [("autoregressive", 0), ("chain", 5), ("tree", 4)])
+def test_kernels_give_what_numpy_gives(tiny, mode, budget):
+    pair = with_knowing(tiny, [0, 1, 0, 0, 0], 10)
+    prompt = TINY_PROMPT
+    expected = decode(pair, mode, prompt, 7, budget)
+    got = decode(pair, mode, prompt, 7, budget, backend=BACKEND)
+    assert tokens_of(got) == tokens_of(expected)
+    for a, b in zip(got, expected, strict=True):
+        for name, array in b.tree._asdict().items():
+            np.testing.assert_array_equal(getattr(a.tree, name), array, err_msg=name)
+        for name, array in b.path._asdict().items():
+            np.testing.assert_array_equal(getattr(a.path, name), array, err_msg=name)
+        np.testing.assert_array_equal(a.positions, b.positions)
+
+
+def test_kernels_decode_with_a_drafter_that_gives_nothing(tiny):
+    tiny.drafter.forward = lambda context, root: np.full((5, 258), -np.inf, np.float32)
+    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 3))
+    assert tokens_of(decode(tiny, "tree", TINY_PROMPT, 3, 3, backend=BACKEND)) == expected
+
+
+def test_a_status_of_the_engines_own_trees_is_a_fault(tiny):
+    stages = NumpyStages(2)
+    logits = np.zeros((1, 2, 258), np.float32)
+    tree, _ = stages.draft(logits, 5, 0)
+    tree.first_child[0, 0] = 99
+    cache = tiny.target.new_cache(20)
+    cache.reserve(10)
+    with pytest.raises(RuntimeError, match="a stage reports status"):
+        stages.commit(np.zeros((1, 3), np.int32), cache)
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "fast"}, "mode: got 'fast', needs autoregressive, chain, tree"),
+        ({"budget": -1}, "budget: got -1, needs a whole number from 0 to 1024"),
+        ({"budget": 1025}, "budget: got 1025, needs"),
+        ({"backend": "tpu"}, "backend: got 'tpu', needs numpy, simulator, gpu"),
+        ({"min_probability": 1.0}, "min_probability: got 1.0, needs"),
+        ({"min_probability": float("nan")}, "min_probability: got nan, needs"),
+        ({"min_probability": -0.1}, "min_probability: got -0.1, needs"),
+    ],
+)
+def test_decoder_refuses(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(tiny, **options)
+
+
+def test_other_backend_of_kernels_is_refused(tiny):
+    other = "gpu" if BACKEND == "simulator" else "simulator"
+    with pytest.raises(ValueError, match=f"backend: got '{other}', but kernels run on the {BACKEND} in this process"):
+        Decoder(tiny, backend=other)
+
+
+@pytest.mark.parametrize(
+    "prompt, count, message",
+    [
+        ([], 5, "prompt: got 0 tokens, needs 1 to 79 tokens"),
+        ([1] * 80, 5, "prompt: got 80 tokens, needs 1 to 79 tokens"),
+        ([1, 258], 5, "prompt: got token 258, needs tokens from 0 to 257"),
+        ([1, -1], 5, "prompt: got token -1, needs tokens from 0 to 257"),
+        ([1], 0, "max_new_tokens: got 0, needs a whole number from 1"),
+    ],
+)
+def test_decode_refuses_before_it_starts(tiny, prompt, count, message):
+    decoder = Decoder(tiny)
+    with pytest.raises(ValueError, match=message):
+        decoder.decode(prompt, count)
+
+
+def test_stop_token_is_the_document_token():
+    assert EOS == BOS == tiny_model.TARGET["eos_token_id"]
