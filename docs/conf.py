@@ -22,6 +22,8 @@ version = release = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").re
 root_doc = "docs/index"
 include_patterns = ["docs/**", "tutorials/**"]
 exclude_patterns = ["docs/_*/**", "**/.ipynb_checkpoints/**"]
+if not any((ROOT / "docs" / "_data").glob("*.json")):
+    exclude_patterns.append("docs/measured.md")  # nothing measured, no page
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -29,6 +31,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "mathml",
+    "measured",
     "notebooks",
     "source_of",
 ]
