@@ -25,13 +25,13 @@ def candidate_rows(rng: np.random.Generator) -> np.ndarray:
     """Return [L, K] float32 log-probabilities, descending, of one of the kinds that builders get wrong."""
     depths, candidates = int(rng.integers(0, 9)), int(rng.integers(1, 9))
     shape = (depths, candidates)
-    kind = rng.integers(5)
+    kind = rng.choice([0, 1, 2, 2, 2, 3, 4])
     if kind == 0:  # sums of quarters: ties everywhere
         values = -rng.integers(0, 5, shape) / 4
     elif kind == 1:  # ordinary
         values = -rng.exponential(2, shape)
     elif kind == 2:  # from almost certain to hopeless: the order of the sums shows in the last bit
-        values = -(10.0 ** rng.uniform(-10, 2, shape))
+        values = -rng.uniform(0.1, 6, shape) * 10.0 ** -rng.choice([0, 9], (depths, 1))
     elif kind == 3:  # certain: a child scores the same as its parent
         values = np.where(np.arange(candidates) == 0, 0.0, -30.0) * np.ones(shape)
     else:  # candidates that do not exist
@@ -45,7 +45,7 @@ def candidate_rows(rng: np.random.Generator) -> np.ndarray:
 def vectors(rng: np.random.Generator, count: int) -> list[dict]:
     made = []
     for _ in range(count):
-        rows, budget = candidate_rows(rng), int(rng.choice([0, 1, 3, 16, 40, 100]))
+        rows, budget = candidate_rows(rng), int(rng.choice([0, 1, 3, 16, 40, 100, 100]))
         depths, candidates = rows.shape
         token_ids = (
             np.stack([rng.permutation(candidates) for _ in range(depths)]) if depths else np.zeros((0, candidates))
@@ -72,6 +72,20 @@ def vectors(rng: np.random.Generator, count: int) -> list[dict]:
     return made
 
 
+def order_of_sums_shows(case: dict) -> bool:
+    """Tell whether adding some node's path up from the root gives another score than the contract's order."""
+    tree, rows = case["tree"], case["log_probs"]
+    for slot, score in enumerate(tree["log_probs"]):
+        path, node = [], slot
+        while node > 0:
+            depth = tree["depths"][node] - 1
+            path.append(rows[depth][case["token_ids"][depth].index(tree["token_ids"][node])])
+            node = tree["parents"][node]
+        if sum(reversed(path), 0.0) != score:
+            return True
+    return False
+
+
 RUN = """(vectors) => vectors.map((v) => {
   const tree = ddtree.buildTree(v.log_probs, v.token_ids, 7, v.budget);
   const walk = ddtree.acceptWalk(tree, v.targets, v.log_probs.length);
@@ -81,9 +95,10 @@ RUN = """(vectors) => vectors.map((v) => {
 
 
 def test_builder_bits_and_walk_equal_the_reference(rng: np.random.Generator) -> None:
-    cases = vectors(rng, 400)
+    cases = vectors(rng, 600)
     scores = [case["tree"]["log_probs"] for case in cases]
     assert sum(len(set(row)) < len(row) for row in scores) > 20, "too few vectors with ties"
+    assert sum(map(order_of_sums_shows, cases)) > 2, "too few vectors that tell one order of sums from another"
     with chromium() as browser:
         page = browser.new_page()
         page.add_script_tag(path=SCRIPT)
