@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ddtree_numba.backend import as_device, as_stream, cuda, is_device_array
+from ddtree_numba.backend import ON_GPU, as_device, as_stream, cuda, is_device_array
 
 __all__ = ["ArrayCheck", "Transfer", "check_integer"]
 
@@ -97,6 +98,20 @@ def _is_c_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     return True
 
 
+def _plain_strides(array: Any) -> Any:
+    """Return a C-contiguous device array with the strides of a new one.
+
+    An axis of length 1 may come with any stride. NumPy does not mind; Numba would compile the kernel once more, for
+    strided arrays, and refuses to reshape.
+    """
+    strides = tuple(math.prod(array.shape[axis + 1 :]) * array.dtype.itemsize for axis in range(len(array.shape)))
+    if not ON_GPU or array.size == 0 or tuple(array.strides) == strides:
+        return array
+    return cuda.cudadrv.devicearray.DeviceNDArray(
+        array.shape, strides, array.dtype, stream=array.stream, gpu_data=array.gpu_data
+    )
+
+
 class Transfer:
     """Brings a launch's arrays to the device and its results back.
 
@@ -116,8 +131,10 @@ class Transfer:
         self._returned: dict[int, Any] = {}
 
     def input(self, array: Any) -> Any:
-        """Return `array` on the device."""
-        return cuda.to_device(array, stream=self.stream) if self.on_host else as_device(array)
+        """Return `array` on the device, laid out like a new one."""
+        if self.on_host:
+            return cuda.to_device(array.reshape(-1).reshape(array.shape), stream=self.stream)
+        return _plain_strides(as_device(array))
 
     def output(self, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return a device array for the result `name`: the caller's `given` one if not None, else a new one."""

@@ -197,11 +197,14 @@ def generate(
             _warm_up(decoders, tokens)
         runs = []
         for decoder in decoders:
-            shown = decoder.mode == mode
-            writer = _TextWriter(content, quiet=not shown or json_file == "-")
-            runs.append(_run(decoder, tokens, max_new_tokens, writer))
+            if decoder.mode == mode and json_file != "-":
+                watcher: _Watcher = _TextWriter(content)
+            else:
+                watcher = _Progress(notes, decoder.mode, max_new_tokens)
+            runs.append(_run(decoder, tokens, max_new_tokens, watcher))
         identical = all(run.tokens == runs[0].tokens for run in runs) if compare else None
         notes.print(_summary(runs, identical))
+        notes.print(Text(_ENDINGS[runs[-1].finish], style="dim"))
         output.write(
             {
                 "backend": backend,
@@ -216,7 +219,7 @@ def generate(
 
 
 def _announce(notes: Console, backend: str, pair: ModelPair) -> None:
-    where = "numpy (the stages' references, on the CPU)" if backend == "numpy" else describe()
+    where = "numpy (the stages' references; everything on the CPU)" if backend == "numpy" else describe()
     notes.print(Text(f"backend: {where} · model: {pair.name}", style="dim"))
     if backend == "simulator":
         notes.print(Text("every GPU thread is a Python thread here: seconds to minutes for a round", style="dim"))
@@ -228,6 +231,13 @@ def _warm_up(decoders: list[Decoder], tokens: list[int]) -> None:
         next(decoder.decode(tokens, 1))
 
 
+_ENDINGS = {
+    "stop": "ended where the model ends the document",
+    "length": "ended at --max-new-tokens",
+    "context": "ended because the model's context is full",
+}
+
+
 @dataclass
 class _Run:
     """The figures of one decode."""
@@ -236,6 +246,7 @@ class _Run:
     budget: int
     tokens: list[int] = field(default_factory=list)
     rounds: int = 0
+    nodes: int = 0
     seconds: float = 0.0
     finish: str = ""
 
@@ -248,37 +259,66 @@ class _Run:
             "new_tokens": len(self.tokens),
             "rounds": self.rounds,
             "tokens_per_round": len(self.tokens) / self.rounds,
+            "nodes_per_round": self.nodes / self.rounds,
             "seconds": self.seconds,
             "tokens_per_second": len(self.tokens) / self.seconds,
             "finish": self.finish,
         }
 
 
-def _run(decoder: Decoder, tokens: list[int], max_new_tokens: int, writer: _TextWriter) -> _Run:
+def _run(decoder: Decoder, tokens: list[int], max_new_tokens: int, watcher: _Watcher) -> _Run:
     run = _Run(decoder.mode, decoder.budget)
-    try:
+    with watcher:
         for a_round in decoder.decode(tokens, max_new_tokens):
             run.tokens += a_round.tokens
             run.rounds += 1
+            run.nodes += int(a_round.tree.node_count[0]) - 1
             run.seconds += a_round.seconds
             run.finish = a_round.finish
-            writer.add(a_round)
-    finally:
-        writer.end()
+            watcher.add(a_round)
     return run
 
 
-class _TextWriter:
+class _Watcher(contextlib.AbstractContextManager["_Watcher"]):
+    """Is told of every round of a decode, as it happens."""
+
+    def add(self, a_round: Round) -> None:
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        """End the output, also of a decode that was broken off."""
+
+
+class _Progress(_Watcher):
+    """Counts the tokens of a decode whose text is not shown, on a terminal."""
+
+    def __init__(self, notes: Console, mode: str, total: int) -> None:
+        self._label, self._total, self._count = mode, total, 0
+        self._status = notes.status(f"{mode}: reading the prompt")
+
+    def __enter__(self) -> _Progress:
+        self._status.start()
+        return self
+
+    def add(self, a_round: Round) -> None:
+        self._count += len(a_round.tokens)
+        self._status.update(f"{self._label}: {self._count} of {self._total} tokens")
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+
+class _TextWriter(_Watcher):
     """Streams a decode to standard output: plain into a pipe, coloured by round on a terminal.
 
     On a terminal, tokens that were drafted and accepted are green, the target's own one of each round is magenta and
     underlined (the underline is there without colour, too).
     """
 
-    def __init__(self, prompt: bytes, quiet: bool) -> None:
-        self._console = None if quiet else Console(highlight=False, markup=False, soft_wrap=True)
+    def __init__(self, prompt: bytes) -> None:
+        self._console = Console(highlight=False, markup=False, soft_wrap=True)
         self._stream = TextStream()
-        if self._console is not None and self._console.is_terminal:
+        if self._console.is_terminal:
             self._write(prompt.decode("utf-8", "replace"), "dim")
 
     def add(self, a_round: Round) -> None:
@@ -287,12 +327,11 @@ class _TextWriter:
         # Without a draft every token is the target's own: nothing to tell apart.
         self._write(self._stream.feed(own), "magenta underline" if a_round.tree.token_ids.shape[1] > 1 else "")
 
-    def end(self) -> None:
-        self._write(self._stream.feed([], final=True), "")
-        self._write("\n", "")
+    def __exit__(self, *_: object) -> None:
+        self._write(self._stream.feed([], final=True) + "\n", "")
 
     def _write(self, text: str, style: str) -> None:
-        if self._console is None or not text:
+        if not text:
             return
         if self._console.is_terminal:
             self._console.print(Text(text.translate(_VISIBLE), style=style), end="")
@@ -306,7 +345,7 @@ _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 def _summary(runs: list[_Run], identical: bool | None) -> Table:
-    table = Table(title=None)
+    table = Table()
     for title in ("mode", "budget", "tokens", "rounds", "tokens/round", "tokens/s", "speed"):
         table.add_column(title, justify="left" if title == "mode" else "right")
     slowest = next((run for run in runs if run.mode == "autoregressive"), None)
@@ -319,7 +358,7 @@ def _summary(runs: list[_Run], identical: bool | None) -> Table:
             str(len(run.tokens)),
             str(run.rounds),
             f"{figures['tokens_per_round']:.2f}",
-            f"{figures['tokens_per_second']:,.1f}",
+            f"{figures['tokens_per_second']:,.0f}",
             f"{ratio:.2f}x" if ratio else "",
         )
     if identical is not None:

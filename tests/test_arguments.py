@@ -59,6 +59,15 @@ def test_a_device_array_is_checked_like_a_numpy_one():
         ArrayCheck()("x", array, "B L", (np.int32,))
 
 
+@pytest.mark.parametrize("move", [lambda array: array, cuda.to_device], ids=["numpy", "device"])
+def test_odd_strides_of_length_1_axes_do_not_reach_the_kernel(rng, move):
+    values = rng.random((3, 5), np.float32)[:1, :4]
+    array = move(values)
+    device = Transfer(None, {"x": array}).input(array)
+    assert tuple(device.strides) == (16, 4) or not ON_GPU
+    np.testing.assert_array_equal(device.reshape(4).copy_to_host(), values[0])
+
+
 @pytest.mark.parametrize(("value", "error"), [(1.5, TypeError), (True, TypeError), ("3", TypeError), (9, ValueError)])
 def test_a_wrong_whole_number_is_named(value, error):
     with pytest.raises(error) as caught:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from ddtree_numba.backend import BACKEND
 from ddtree_numba.draft_tree import check_tree, random_tree
 from ddtree_numba.engine.byte_tokenizer import BOS, EOS, encode_text
-from ddtree_numba.engine.decoding import MODES, Decoder, Round, greedy
+from ddtree_numba.engine.decoding import MODES, Decoder, Round, _Sequence, greedy
 from ddtree_numba.engine.model_pair import ModelPair, load_model
 from ddtree_numba.engine.stage_backend import NumpyStages, chain_bits, trim_tree
 from ddtree_numba.stages.best_first_tree import build_tree_reference
@@ -50,13 +50,15 @@ class Knowing:
     def __init__(self, pair: ModelPair, text: list[int], ranks: list[int]) -> None:
         self.draft_length, self.config = len(ranks), pair.drafter.config
         self._real, self._text, self._ranks = pair.drafter, text, ranks
+        self.contexts = []
 
     def new_context(self, max_rows):
-        return self._real.new_context(max_rows)
+        self.contexts.append(self._real.new_context(max_rows))
+        return self.contexts[-1]
 
     def append(self, context, features):
-        assert features.shape == (48, features.shape[1]) and np.isfinite(features).all()
-        context.length += features.shape[1]
+        assert features.shape == (len(features), 48) and np.isfinite(features).all()
+        self._real.append(context, features)
 
     def forward(self, context, root_token):
         assert root_token == self._text[context.length], "the context is not the text before the root"
@@ -137,6 +139,28 @@ def test_long_paths_of_every_shape(tiny, ranks, chain_accepts):
     assert [each.accepted for each in tree[:-1]] == [5] * (len(tree) - 1), "the tree holds the right path"
     slots = [each.path.accept_slots[0, : each.path.accept_count[0]].tolist() for each in tree]
     assert ranks == [0] * 5 or any(path != list(range(len(path))) for path in slots), "rows had to move"
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_what_is_kept_of_accepted_tokens_is_what_the_text_alone_gives(tiny, mode):
+    """The drafter's context and the KV rows, gathered round by round, to the last bit: a wrong row costs only speed."""
+    pair = with_knowing(tiny, [0, 1, 0, 2, 0])
+    decoder = Decoder(pair, mode, 40)
+    states = [_Sequence(pair, NumpyStages(decoder.budget, 1 if mode == "chain" else None), decoder.budget, greedy)]
+    text, root = TINY_PROMPT[:-1], TINY_PROMPT[-1]
+    states[0].prefill(text)
+    for _ in range(6):
+        _, _, _, path = states[0].round(root)
+        emitted = path.accept_tokens[0, : path.accept_count[0]].tolist()
+        text, root = [*text, root, *emitted[:-1]], emitted[-1]
+    states.append(_Sequence(pair, NumpyStages(5), 5, greedy))
+    states[1].prefill(text)
+    grown, plain = pair.drafter.contexts
+    assert grown.length == plain.length == len(text) > len(TINY_PROMPT) + 5
+    np.testing.assert_array_equal(grown.keys[:, :, : len(text)], plain.keys[:, :, : len(text)])
+    np.testing.assert_array_equal(grown.values[:, :, : len(text)], plain.values[:, :, : len(text)])
+    rows = [state._cache.pool.reshape(3, -1, 11)[:, state._cache.pool_rows(0, len(text))] for state in states]
+    np.testing.assert_array_equal(*rows)
 
 
 def test_rounds_say_what_happened(tiny):

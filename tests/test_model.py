@@ -12,10 +12,11 @@ from safetensors.numpy import load_file, save_file
 from ddtree_numba.draft_tree import random_tree
 from ddtree_numba.engine.byte_tokenizer import BOS, TextStream, decode_text, encode_text
 from ddtree_numba.engine.checkpoint import CheckpointError, read_drafter, read_target
-from ddtree_numba.engine.column_math import normalise, product, swiglu
 from ddtree_numba.engine.kv_cache import PagedKVCache
 from ddtree_numba.engine.latent_attention import LatentAttention
 from ddtree_numba.engine.model_pair import DEFAULT_MODEL, ModelPair, load_model
+from ddtree_numba.engine.packed_matrix import PackedMatrix, multiply_panels
+from ddtree_numba.engine.row_math import normalise, rope_table, rotate, swiglu
 from ddtree_numba.engine.stage_backend import chain_bits
 from ddtree_numba.stages.tree_attention import tree_attention_reference
 from tests import tiny_model
@@ -31,6 +32,11 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def tiny(folder) -> ModelPair:
     return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> ModelPair:
+    return load_model()
 
 
 def new_cache(pair: ModelPair, rows: int, rng: np.random.Generator | None = None) -> PagedKVCache:
@@ -54,7 +60,7 @@ def run(pair: ModelPair, cache: PagedKVCache, tokens, positions=None, bits=None)
 
 
 def run_in_pieces(pair: ModelPair, cache: PagedKVCache, tokens, sizes):
-    """Passes over consecutive stretches of a text: logits [N, V], features [F, N]."""
+    """Passes over consecutive stretches of a text: logits [N, V], features [N, F]."""
     logits, features = [], []
     for size in sizes:
         got = run(pair, cache, tokens[:size])
@@ -63,7 +69,7 @@ def run_in_pieces(pair: ModelPair, cache: PagedKVCache, tokens, sizes):
         logits.append(got.logits)
         features.append(got.features)
     assert not len(tokens)
-    return np.concatenate(logits), np.concatenate(features, axis=1)
+    return np.concatenate(logits), np.concatenate(features)
 
 
 # ---- the target ----
@@ -77,23 +83,44 @@ def test_target_equals_the_plain_causal_pass(folder, tiny, rng, sizes):
     logits, features = run_in_pieces(tiny, new_cache(tiny, 40, rng), tokens, sizes)
     assert logits.dtype == features.dtype == np.float32
     np.testing.assert_allclose(logits, expected, atol=2e-5 * abs(expected).max())
-    chosen = np.concatenate([streams[0], streams[2]], axis=1).T  # target_layer_ids 0 and 2
+    chosen = np.concatenate([streams[0], streams[2]], axis=1)  # target_layer_ids 0 and 2
     np.testing.assert_allclose(features, chosen, atol=2e-5 * abs(chosen).max())
 
 
-def test_node_of_a_tree_equals_the_chain_of_its_ancestors(tiny, rng):
-    prompt = [BOS, *rng.integers(0, 256, 17).tolist()]
-    cache = new_cache(tiny, 60, rng)
-    run_in_pieces(tiny, cache, prompt, (18,))
-    tree = random_tree(rng, 1, 33, vocab=256, max_depth=9, node_counts=[34])
-    got = run(tiny, cache, tree.token_ids[0], 18 + tree.depths[0], tree.ancestor_bits)
-    for slot in range(34):
+def assert_node_equals_its_chain(pair: ModelPair, rng: np.random.Generator, count: int, prefix: int) -> None:
+    """Every node of a random tree gets the logits and features, to the last bit, of its path decoded alone."""
+    prompt = [BOS, *rng.integers(0, 256, prefix - 1).tolist()]
+    cache = new_cache(pair, prefix + count, rng)
+    run_in_pieces(pair, cache, prompt, (prefix,))
+    tree = random_tree(rng, 1, count - 1, vocab=256, max_depth=9, node_counts=[count])
+    got = run(pair, cache, tree.token_ids[0], prefix + tree.depths[0], tree.ancestor_bits)
+    for slot in range(0, count, 1 + count // 12):
         path, node = [], slot
         while node >= 0:
             path.insert(0, int(tree.token_ids[0, node]))
             node = int(tree.parents[0, node])
-        alone = run_in_pieces(tiny, new_cache(tiny, 60), prompt + path, (18 + len(path),))[0][-1]
-        np.testing.assert_allclose(got.logits[slot], alone, atol=2e-5 * abs(alone).max(), err_msg=f"slot {slot}")
+        one_by_one = new_cache(pair, prefix + count)
+        run_in_pieces(pair, one_by_one, prompt, (prefix,))
+        logits, features = run_in_pieces(pair, one_by_one, path, (1,) * len(path))
+        np.testing.assert_array_equal(got.logits[slot], logits[-1], err_msg=f"slot {slot} of {count}")
+        np.testing.assert_array_equal(got.features[slot], features[-1], err_msg=f"slot {slot} of {count}")
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8, 17, 34])
+def test_node_of_a_tree_equals_the_chain_of_its_ancestors(tiny, rng, count):
+    assert_node_equals_its_chain(tiny, rng, count, 18)
+
+
+@pytest.mark.parametrize("count, prefix", [(33, 40), (16, 301)])
+def test_shipped_model_at_a_node_does_not_see_other_branches(shipped, rng, count, prefix):
+    assert_node_equals_its_chain(shipped, rng, count, prefix)
+
+
+def test_prompt_in_pieces_is_the_prompt(tiny, rng):
+    tokens = [BOS, *rng.integers(0, 256, 40).tolist()]
+    whole = run_in_pieces(tiny, new_cache(tiny, 64), tokens, (41,))
+    pieces = run_in_pieces(tiny, new_cache(tiny, 64, rng), tokens, (1, 9, 16, 15))
+    assert all(np.array_equal(a, b) for a, b in zip(whole, pieces, strict=True))
 
 
 def test_pass_writes_its_own_rows_and_no_others(tiny, rng):
@@ -117,10 +144,10 @@ def test_drafter_equals_the_plain_block(folder, tiny, rng, pieces):
     features = rng.standard_normal((sum(pieces), 48)).astype(np.float32)
     context = tiny.drafter.new_context(40)
     context.keys[:], context.values[:] = np.nan, np.nan
-    rest = features.T
+    rest = features
     for count in pieces:
-        tiny.drafter.append(context, rest[:, :count])
-        rest = rest[:, count:]
+        tiny.drafter.append(context, rest[:count])
+        rest = rest[count:]
     for root in (65, 256):  # a second block behind the same context sees nothing of the first
         expected = tiny_model.drafter_oracle(tiny_model.DRAFTER, weights, tiny.target.embedding, features, root)
         got = tiny.drafter.forward(context, root)
@@ -129,11 +156,6 @@ def test_drafter_equals_the_plain_block(folder, tiny, rng, pieces):
 
 
 # ---- the model of the package, against transformers ----
-
-
-@pytest.fixture(scope="module")
-def shipped() -> ModelPair:
-    return load_model()
 
 
 @pytest.mark.parametrize("name", ["short", "long"])
@@ -146,7 +168,7 @@ def test_target_equals_transformers(shipped, name):
     # Both are float32 and add in different orders: 1e-5 of the largest logit is a hundred units in its last place.
     np.testing.assert_allclose(logits, expected, atol=1e-5 * abs(expected).max())
     if name == "long":
-        at = features.T.reshape(len(tokens), len(stored["feature_layers"]), -1)[stored["feature_positions"]]
+        at = features.reshape(len(tokens), len(stored["feature_layers"]), -1)[stored["feature_positions"]]
         wanted = stored["features"].transpose(1, 0, 2)
         np.testing.assert_allclose(at, wanted, atol=1e-5 * abs(wanted).max())
 
@@ -157,7 +179,7 @@ def test_drafter_equals_pytorch(shipped):
     _, features = run_in_pieces(shipped, shipped.target.new_cache(1024), tokens, (len(tokens),))
     context = shipped.drafter.new_context(1024)
     for root, expected in zip(stored["roots"].tolist(), stored["drafter_logits"], strict=True):
-        shipped.drafter.append(context, features[:, context.length : root])
+        shipped.drafter.append(context, features[context.length : root])
         got = shipped.drafter.forward(context, int(tokens[root]))
         np.testing.assert_allclose(got, expected, atol=1e-5 * abs(expected).max())
 
@@ -198,6 +220,20 @@ def test_latent_attention_equals_the_reference(rng, prefix):
         np.testing.assert_allclose(attention(layer, queries), expected[0], atol=5e-5)
 
 
+def test_latent_attention_of_scores_beyond_exp(rng):
+    cache = PagedKVCache(1, 4, 40)
+    cache.reserve(30)
+    cache.prefix_lengths[0] = 22
+    cache.layer(0)[:] = rng.standard_normal((48, 4))
+    bits = chain_bits(8)
+    queries = (500 * rng.standard_normal((8, 3, 4))).astype(np.float32)
+    arrays = queries[None], cache.pool[0], cache.block_table, cache.prefix_lengths, bits, np.array([8], np.int32)
+    expected, lse = tree_attention_reference(*arrays, 0.5, latent_width=3)
+    assert abs(lse).max() > 200  # exp(89) is beyond float32
+    got = LatentAttention(cache, bits, 0.5, 3)(0, queries)
+    np.testing.assert_allclose(got, expected[0], atol=2e-3)
+
+
 def test_cache_takes_pages_as_it_grows():
     cache = PagedKVCache(layers=2, width=3, max_rows=33, page_size=4)
     assert cache.pool.shape == (2, 9, 4, 3) and cache.capacity == 36 and cache.prefix == 0
@@ -224,24 +260,49 @@ def test_layer_is_a_view():
     assert cache.pool[1, 1, 1].tolist() == [7, 7, 7] and cache.pool[0].sum() == 0
 
 
-@pytest.mark.parametrize("columns", [1, 2, 7, 33])
-@pytest.mark.parametrize("rows, inner", [(1280, 256), (258, 256), (1000, 700), (3, 5)])
-def test_product_in_blocks_is_the_product(rng, rows, inner, columns):
-    weight = rng.standard_normal((rows, inner)).astype(np.float32)
-    x = rng.standard_normal((inner, columns)).astype(np.float32)
-    got, exact = product(weight, x), weight.astype(np.float64) @ x
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 8, 9, 12, 33])
+@pytest.mark.parametrize("outputs, inputs", [(1280, 256), (258, 256), (1, 1), (33, 7), (300, 701)])
+def test_packed_product(rng, outputs, inputs, rows):
+    weight = rng.standard_normal((outputs, inputs)).astype(np.float32)
+    x = rng.standard_normal((rows, inputs)).astype(np.float32)
+    matrix = PackedMatrix(weight)
+    got, exact = matrix(x), x.astype(np.float64) @ weight.T
     assert got.shape == exact.shape and got.dtype == np.float32
-    np.testing.assert_allclose(got, exact, atol=1e-5 * np.sqrt(inner))
+    # A chain of `inputs` roundings, each of at most half a unit in the last place of the largest partial sum.
+    bound = inputs * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(weight).T)
+    assert np.all(np.abs(got - exact) <= bound)
+    for row in range(rows):
+        np.testing.assert_array_equal(matrix(x[row : row + 1])[0], got[row], err_msg="depends on the rows beside it")
 
 
-def test_norm_and_swiglu(rng):
-    x = (4 * rng.standard_normal((30, 6))).astype(np.float32)
-    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=0) + 1e-6)
+def test_packed_product_of_strided_rows(rng):
+    weight, x = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 30), (11, 70)))
+    matrix = PackedMatrix(weight)
+    for view in (x[:, 5:35], x[::2, 40:], np.asfortranarray(x[:, :30]), x[::-1, 60::-2][:, :30]):
+        np.testing.assert_array_equal(matrix(view), matrix(np.ascontiguousarray(view)))
+
+
+def test_panels_may_be_strided(rng):
+    values = rng.standard_normal((21, 64)).astype(np.float32)
+    weights = rng.standard_normal((21, 5)).astype(np.float32)
+    got = multiply_panels(values.reshape(21, 4, 16).swapaxes(0, 1), weights.T)
+    np.testing.assert_array_equal(got, PackedMatrix(values.T)(weights.T))
+
+
+def test_norm_rope_and_swiglu(rng):
+    x = (4 * rng.standard_normal((6, 2, 30))).astype(np.float32)
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(normalise(x, 1e-6), expected, rtol=1e-5)
     gate, up = np.float32([[-200.0, -3.0, 0.0, 2.0, 300.0]]), np.float32([[1.0, 2.0, 3.0, 4.0, 5.0]])
     with np.errstate(over="ignore"):
         silu = gate.astype(np.float64) / (1 + np.exp(-gate.astype(np.float64)))
-    np.testing.assert_allclose(swiglu(np.concatenate([gate / 2, up])), silu * up, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(swiglu(np.concatenate([gate / 2, up], axis=1)), silu * up, rtol=1e-5, atol=1e-6)
+    turned = x[:, :, 4:10].copy()
+    rotate(turned, rope_table(50, 6, 1e4)[7:13, None])
+    for row in range(6):
+        for head in range(2):
+            wanted = tiny_model._turn_neighbours(x[row, head, 4:10].astype(np.float64), 7 + row, 1e4)
+            np.testing.assert_allclose(turned[row, head], wanted, atol=1e-5)
 
 
 def test_bytes_and_text():

@@ -194,13 +194,13 @@ class _Sequence:
         path = self._stages.commit(targets, self._cache)
         if self._context is not None:
             slots = path.accept_slots[0, : path.accept_count[0]]
-            self._drafter.append(self._context, features[:, slots])
+            self._drafter.append(self._context, features[slots])
         return tree, positions, targets, path
 
     def _verify(
         self, token_ids: np.ndarray, positions: np.ndarray, ancestor_bits: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Run the target over nodes behind the prefix: their logits [N, V] and features [F, N]."""
+        """Run the target over nodes behind the prefix: their logits [N, V] and features [N, F]."""
         cache, config = self._cache, self._target.config
         cache.reserve(cache.prefix + len(token_ids))
         attention = self._stages.attention(cache, ancestor_bits, config.attention_scale, config.kv_lora_rank)

@@ -1,8 +1,10 @@
-"""The target: DeepSeek-V3's forward pass (all layers dense) in NumPy, with latent attention in the absorbed form.
+"""The target: DeepSeek-V3's forward pass (all layers dense) on the CPU, with latent attention in the absorbed form.
 
 A checkpoint's matrices are merged once, when it is loaded: each RMSNorm's weight goes into the matrix after it, W_UK
 into the query projection and W_UV into the output projection (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). What is
 left of a layer is five products, a softmax over latent rows, and little else.
+
+A token's logits depend on the tokens it sees and on nothing else, to the last bit: however many nodes share the pass.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ddtree_numba.engine.checkpoint import TargetConfig
-from ddtree_numba.engine.column_math import normalise, product, rope_table, swiglu
 from ddtree_numba.engine.kv_cache import PagedKVCache
+from ddtree_numba.engine.packed_matrix import PackedMatrix
+from ddtree_numba.engine.row_math import normalise, rope_table, rotate, swiglu
 
 __all__ = ["Attention", "TargetModel", "TargetPass"]
 
@@ -30,16 +33,16 @@ class TargetPass(NamedTuple):
     logits: np.ndarray
     """[N, V] float32: of the token after each one."""
     features: np.ndarray
-    """[F, N] float32: the residual stream after each of the chosen layers, one below the other."""
+    """[N, F] float32: the residual stream after each of the chosen layers, one behind the other."""
 
 
 class _Layer(NamedTuple):
-    compress: np.ndarray  # [q_lora + D_c + D_r, hidden]: residual stream -> query latent, KV latent, rotary key
-    query: np.ndarray  # [H * (D_c + D_r), q_lora]: query latent -> absorbed queries
-    latent_weight: np.ndarray  # [D_c, 1]: RMSNorm of the KV latent; not merged, for the cache holds the normed latent
-    output: np.ndarray  # [hidden, H * D_c]: attended latents -> residual stream
-    gate_up: np.ndarray  # [2 * intermediate, hidden]: half the gate, then up
-    down: np.ndarray  # [hidden, intermediate]
+    compress: PackedMatrix  # residual stream -> query latent, KV latent, rotary key: q_lora + D_c + D_r
+    query: PackedMatrix  # query latent -> absorbed queries: H * (D_c + D_r)
+    latent_weight: np.ndarray  # [D_c]: RMSNorm of the KV latent; not merged, for the cache holds the normed latent
+    output: PackedMatrix  # attended latents, H * D_c -> residual stream
+    gate_up: PackedMatrix  # residual stream -> half the gate, then up: 2 * intermediate
+    down: PackedMatrix  # intermediate -> residual stream
 
 
 class TargetModel:
@@ -53,7 +56,7 @@ class TargetModel:
         self.embedding = tensors["model.embed_tokens.weight"]
         """[V, hidden] float32."""
         self._feature_layers = tuple(feature_layers)
-        self._head = np.ascontiguousarray(self.embedding * tensors["model.norm.weight"])
+        self._head = PackedMatrix(self.embedding * tensors["model.norm.weight"])
         self._layers = [_merge_layer(config, tensors, i) for i in range(config.num_hidden_layers)]
         positions = config.max_position_embeddings + _MAX_DRAFT_LENGTH
         self._rope = rope_table(positions, config.qk_rope_head_dim, config.rope_theta)
@@ -71,33 +74,31 @@ class TargetModel:
         rows = cache.pool_rows(prefix, prefix + len(token_ids))
         rotation = self._rope[positions]
         features = {}
-        x = np.ascontiguousarray(self.embedding[token_ids].T)
+        x = self.embedding[token_ids]
         for index, layer in enumerate(self._layers):
-            latents = product(layer.compress, normalise(x, c.rms_norm_eps))
-            cache.layer(index)[rows] = self._kv_rows(layer, latents[c.q_lora_rank :], rotation)
-            queries = self._queries(layer, latents[: c.q_lora_rank], rotation)
-            attended = attention(index, queries)
-            x += product(layer.output, attended.reshape(len(token_ids), -1).T)
-            x += product(layer.down, swiglu(product(layer.gate_up, normalise(x, c.rms_norm_eps))))
+            latents = layer.compress(normalise(x, c.rms_norm_eps))
+            cache.layer(index)[rows] = self._kv_rows(layer, latents[:, c.q_lora_rank :], rotation)
+            queries = self._queries(layer, latents[:, : c.q_lora_rank], rotation)
+            x += layer.output(attention(index, queries).reshape(len(x), -1))
+            x += layer.down(swiglu(layer.gate_up(normalise(x, c.rms_norm_eps))))
             if index in self._feature_layers:
                 features[index] = x.copy()
-        logits = normalise(x, c.rms_norm_eps).T @ self._head.T
-        return TargetPass(logits, np.concatenate([features[i] for i in self._feature_layers] or [x[:0]]))
+        logits = self._head(normalise(x, c.rms_norm_eps))
+        chosen = [features[index] for index in self._feature_layers]
+        return TargetPass(logits, np.concatenate(chosen, axis=1) if chosen else x[:, :0])
 
-    def _kv_rows(self, layer: _Layer, latent_and_key: np.ndarray, rotation: np.ndarray) -> np.ndarray:
-        """Return what the cache keeps of each token: the normed latent and the rotated key, [N, D_c + D_r]."""
+    def _kv_rows(self, layer: _Layer, rows: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+        """Make of `rows` what the cache keeps of each token: the normed latent and the rotated key, [N, D_c + D_r]."""
         width = self.config.kv_lora_rank
-        latent = normalise(latent_and_key[:width], _INNER_EPS)
-        np.multiply(latent, layer.latent_weight, out=latent_and_key[:width])
-        rows = np.ascontiguousarray(latent_and_key.T)
-        rows[:, width:].view(np.complex64)[...] *= rotation
+        np.multiply(normalise(rows[:, :width], _INNER_EPS), layer.latent_weight, out=rows[:, :width])
+        rotate(rows[:, width:], rotation)
         return rows
 
     def _queries(self, layer: _Layer, query_latent: np.ndarray, rotation: np.ndarray) -> np.ndarray:
         """Return the absorbed queries [N, H, D_c + D_r], their last D_r numbers rotated."""
-        columns = product(layer.query, normalise(query_latent, _INNER_EPS))
-        queries = np.ascontiguousarray(columns.T).reshape(columns.shape[1], self.config.num_attention_heads, -1)
-        queries[:, :, self.config.kv_lora_rank :].view(np.complex64)[...] *= rotation[:, None]
+        queries = layer.query(normalise(query_latent, _INNER_EPS))
+        queries = queries.reshape(len(queries), self.config.num_attention_heads, -1)
+        rotate(queries[:, :, self.config.kv_lora_rank :], rotation[:, None])
         return queries
 
 
@@ -116,12 +117,11 @@ def _merge_layer(c: TargetConfig, tensors: Mapping[str, np.ndarray], index: int)
     output = tensor("self_attn.o_proj").reshape(c.hidden_size, heads, c.v_head_dim)
     compress = np.concatenate([tensor("self_attn.q_a_proj"), tensor("self_attn.kv_a_proj_with_mqa")])
     gate_up = np.concatenate([tensor("mlp.gate_proj") / 2, tensor("mlp.up_proj")])
-    merged = _Layer(
-        compress=compress * tensor("input_layernorm"),
-        query=absorbed.reshape(-1, c.q_lora_rank) * tensor("self_attn.q_a_layernorm"),
-        latent_weight=tensor("self_attn.kv_a_layernorm")[:, None],
-        output=np.concatenate([output[:, h] @ to_value[h] for h in range(heads)], axis=1),
-        gate_up=gate_up * tensor("post_attention_layernorm"),
-        down=tensor("mlp.down_proj"),
+    return _Layer(
+        compress=PackedMatrix(compress * tensor("input_layernorm")),
+        query=PackedMatrix(absorbed.reshape(-1, c.q_lora_rank) * tensor("self_attn.q_a_layernorm")),
+        latent_weight=tensor("self_attn.kv_a_layernorm").astype(np.float32),
+        output=PackedMatrix(np.concatenate([output[:, h] @ to_value[h] for h in range(heads)], axis=1)),
+        gate_up=PackedMatrix(gate_up * tensor("post_attention_layernorm")),
+        down=PackedMatrix(tensor("mlp.down_proj")),
     )
-    return _Layer(*(np.ascontiguousarray(array, np.float32) for array in merged))
