@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from ddtree_numba.pictures.drawing import Drawing, Picture
@@ -18,8 +19,11 @@ def line_chart(
     x_label: str,
     y_label: str,
     caption: str = "",
+    log_x: bool = False,
 ) -> Picture:
     """Return a chart of one to four `lines` (name -> one number for each `x`), the vertical axis from 0.
+
+    With `log_x` the horizontal axis is logarithmic.
 
     >>> print(line_chart([1, 2], {"chain": [1.0, 1.5]}, x_label="budget", y_label="tokens").alt)
     Line chart of tokens against budget. chain: 1 at 1, 1.5 at 2.
@@ -28,7 +32,8 @@ def line_chart(
     highest = max(max(values) for values in lines.values()) or 1.0
     step = _tick(highest / 4)
     ceiling = step * -(-highest // step)
-    low, high = min(x), max(x)
+    places = [math.log(value) for value in x] if log_x else list(x)
+    low, high = min(places), max(places)
 
     def at(value_x: float, value_y: float) -> tuple[float, float]:
         share = (value_x - low) / (high - low) if high > low else 0.5
@@ -41,13 +46,13 @@ def line_chart(
         drawing.line([(left, y), (width - 16, y)], "grid")
         drawing.text(left - 8, y + 4, f"{level:g}", "end small soft")
         level += step
-    for value in x:
-        drawing.text(at(value, 0)[0], bottom + 18, f"{value:g}", "mid small soft")
+    for place, value in zip(places, x, strict=True):
+        drawing.text(at(place, 0)[0], bottom + 18, f"{value:g}", "mid small soft")
     drawing.text((left + width) / 2, height - 8, x_label, "mid small")
     drawing.text(2, 14, y_label, "small")
     for index, (name, values) in enumerate(lines.items()):
         style = _STYLES[index % len(_STYLES)]
-        points = [at(a, b) for a, b in zip(x, values, strict=True)]
+        points = [at(a, b) for a, b in zip(places, values, strict=True)]
         drawing.line(points, style)
         for point in points:
             drawing.dot(*point, 3.5, style)

@@ -1,13 +1,14 @@
-"""Two directives that show code from its file, so that a page can't differ from what runs.
+"""Directives that show code from its file, so that a page can't differ from what runs.
 
 ``{source-of} ddtree_numba.stages.accept_walk.accept_walk_kernel`` shows the source of an object, and
-``{api} ...`` its documentation with the source folded below it.
+``{api} ...`` its documentation with the source folded below it; ``{modules} ddtree_numba.engine`` documents a package.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,10 +67,42 @@ class Api(SphinxDirective):
         return _parse(self, lines)
 
 
+class Modules(SphinxDirective):
+    """Show the documentation of every module of a package, one section each, in the order of their names."""
+
+    required_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {"first": directives.unchanged}
+
+    def run(self) -> list[nodes.Node]:
+        """Return the sections; those of the modules named in `first` come first."""
+        package = importlib.import_module(self.arguments[0])
+        names = [info.name for info in pkgutil.iter_modules(package.__path__) if not info.ispkg]
+        first = self.options.get("first", "").split()
+        lines: list[str] = []
+        for name in [*first, *(name for name in names if name not in first)]:
+            lines += [f"## `{name}`", "", *_module(f"{package.__name__}.{name}"), ""]
+        return _parse(self, lines)
+
+
+def _module(name: str) -> list[str]:
+    """Return the lines that document a module; constants without their value, which may be a path of this machine."""
+    documented = {name for _, name in ModuleAnalyzer.for_module(name).find_attr_docs()}
+    module = importlib.import_module(name)
+    constants = [item for item in getattr(module, "__all__", ()) if not callable(getattr(module, item))]
+    lines = ["```{eval-rst}", f".. automodule:: {name}", "   :members:"]
+    lines += [f"   :exclude-members: {', '.join(constants)}"] if constants else []
+    for constant in constants:
+        if constant in documented:
+            lines += ["", f".. autodata:: {name}.{constant}", "   :no-value:"]
+        else:
+            lines += ["", f".. py:data:: {name}.{constant}"]
+    return [*lines, "```"]
+
+
 def _parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
     holder = nodes.Element()
     source = directive.get_source_info()[0]
-    directive.state.nested_parse(StringList(lines, source), directive.content_offset, holder)
+    directive.state.nested_parse(StringList(lines, source), directive.content_offset, holder, match_titles=True)
     return holder.children
 
 
@@ -107,5 +141,6 @@ def setup(app: Any) -> dict[str, Any]:
     """Register the directives and the docstring rule."""
     app.add_directive("source-of", SourceOf)
     app.add_directive("api", Api)
+    app.add_directive("modules", Modules)
     app.connect("autodoc-process-docstring", _arrays_as_list)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
