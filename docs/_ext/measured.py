@@ -14,12 +14,18 @@ DATA = Path(__file__).resolve().parents[1] / "_data"
 
 
 def as_markdown(report: dict[str, Any]) -> list[str]:
-    """Return one report (machine, versions, date, counts, measured numbers) as lines of MyST."""
+    """Return one report (machine, versions, date; runs of a decode, or counts and measured numbers) as lines of MyST."""
     versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
     lines = [f"On {report['machine']}, {report['date']}. {versions}.", ""]
     if tests := report.get("tests"):
         counts = ", ".join(f"{count} {outcome}" for outcome, count in tests.items())
         lines += [f"Tests: {counts}; {report.get('gpu_tests', 0)} of them need a GPU.", ""]
+    if runs := report.get("runs"):
+        same = "the same text in every mode" if report["identical"] else "the modes differ"
+        lines += [f"Prompt `{report['prompt']}`, stages in {report['backend']}; {same}.", ""]
+        columns = [name for name in runs[0] if isinstance(runs[0][name], (int, float)) or name == "mode"]
+        lines += ["| " + " | ".join(name.replace("_", " ") for name in columns) + " |", "|---" * len(columns) + "|"]
+        lines += ["| " + " | ".join(_number(run[name]) for name in columns) + " |" for run in runs] + [""]
     if measured := report.get("measured"):
         lines += ["| where | what | measured |", "|---|---|---|"]
         for test, numbers in measured.items():
