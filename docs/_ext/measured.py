@@ -14,7 +14,7 @@ DATA = Path(__file__).resolve().parents[1] / "_data"
 
 
 def as_markdown(report: dict[str, Any]) -> list[str]:
-    """Return one report (machine, versions, date; runs of a decode, or counts and measured numbers) as lines of MyST."""
+    """Return one report as lines of MyST: where and when, then runs of a decode, or counts and measured numbers."""
     versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
     lines = [f"On {report['machine']}, {report['date']}. {versions}.", ""]
     if tests := report.get("tests"):
@@ -36,7 +36,9 @@ def as_markdown(report: dict[str, Any]) -> list[str]:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 class Measured(SphinxDirective):
