@@ -102,7 +102,7 @@ _LeastProbability = Annotated[
     typer.Option(
         "--min-probability",
         metavar="P",
-        help="Leave out nodes less probable than this, which cost more time than they save (NumPy only).",
+        help="Leave nodes less probable than this out of the draft; 0 keeps the whole budget (NumPy only).",
     ),
 ]
 
@@ -174,7 +174,7 @@ def generate(
     ] = None,
     backend: _Backend = "numpy",
     model: _Model = DEFAULT_MODEL,
-    min_probability: _LeastProbability = 0.0,
+    min_probability: _LeastProbability = 0.03,
 ) -> None:
     """Continue PROMPT, streaming the text, and say how fast that was."""
     _one_of("--mode", mode, MODES)
@@ -205,6 +205,9 @@ def generate(
         identical = all(run.tokens == runs[0].tokens for run in runs) if compare else None
         notes.print(_summary(runs, identical))
         notes.print(Text(_ENDINGS[runs[-1].finish], style="dim"))
+        if backend == "numpy" and min_probability > 0 and runs[-1].budget > 0:
+            kept = f"{runs[-1].nodes / runs[-1].rounds:.1f} of {runs[-1].budget} nodes a round"
+            notes.print(Text(f"--min-probability {min_probability:g} kept {kept} in mode {runs[-1].mode}", style="dim"))
         output.write(
             {
                 "backend": backend,

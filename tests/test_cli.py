@@ -118,6 +118,25 @@ def test_bytes_that_are_not_utf8_survive_in_tokens(folder):
     assert bytes(run["tokens"]).decode("utf-8", "replace") == run["text"]
 
 
+def test_without_numbas_compiler(folder):
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    options = ("--max-new-tokens", 5, "--json", "-", "--model", folder)
+    done = ddtree("generate", "def f(", *options, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["runs"][0]["tokens"] == expected_tokens(folder, "def f(", 5)
+
+
+def test_whole_budget_on_request(folder):
+    options = ("--json", "-", "--max-new-tokens", 12, "--budget", 30, "--model", folder)
+    nodes = []
+    for least in ("0", "0.5"):
+        done = ddtree("generate", "def f(", "--min-probability", least, *options)
+        (run,) = json.loads(done.stdout)["runs"]
+        assert run["budget"] == 30 and run["tokens"] == expected_tokens(folder, "def f(", 12)
+        nodes.append(run["nodes_per_round"])
+    assert nodes[0] == 30 > nodes[1] >= 8
+
+
 def test_budget_of_nothing_and_the_kernels(folder):
     tokens = expected_tokens(folder, "ab", 3)
     for options in (("--budget", 0), ("--backend", BACKEND, "--budget", 2)):

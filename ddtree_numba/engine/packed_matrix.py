@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from llvmlite.binding import get_host_cpu_features  # type: ignore[import-untyped]
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -68,7 +69,7 @@ def multiply_panels(panels: np.ndarray, x: np.ndarray) -> np.ndarray:
     return out
 
 
-def _tile(panel_count: int, row_count: int) -> Callable[..., None]:
+def _make_tile(panel_count: int, row_count: int) -> Callable[..., None]:
     """Return the product of `panel_count` panels with `row_count` rows, for Numba code.
 
     Its arguments are addresses and steps in bytes: of the panels (from panel to panel, from input to input), of the
@@ -147,9 +148,15 @@ def _emit_tile(
         builder.store(results[p, n], builder.inttoptr(at, vector.as_pointer()), align=4)
 
 
-# A multiply-add takes four cycles and two can start in each: eight sums or more keep the CPU busy. Sixteen of AVX-512
-# fit its registers, beside two panels and a value; a single row has to take eight panels at once.
-_tile_2x8, _tile_2x4, _tile_8x1, _tile_2x1 = _tile(2, 8), _tile(2, 4), _tile(8, 1), _tile(2, 1)
+# A multiply-add takes four cycles and two can start in each, so a tile needs eight registers of sums or more to keep a
+# CPU busy. It must fit into the 32 registers of AVX-512 (one a panel and row), or the 16 of AVX2 (two a panel and row).
+_WIDE = bool(get_host_cpu_features().get("avx512f"))
+_PANELS, _ROWS, _PANELS_OF_ONE_ROW = (2, 8, 8) if _WIDE else (1, 4, 4)
+_tile = _make_tile(_PANELS, _ROWS)
+_tile_and_a_row = _make_tile(_PANELS, _ROWS + 1)  # a root and 2^n nodes leave one row over, which shares the last tile
+_half_tile = _make_tile(_PANELS, _ROWS // 2)
+_long_row = _make_tile(_PANELS_OF_ONE_ROW, 1)
+_short_row = _make_tile(_PANELS, 1)
 
 
 def _multiply(panels: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
@@ -159,24 +166,36 @@ def _multiply(panels: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
     p, ps, pk = panels.ctypes.data, panels.strides[0], panels.strides[1]
     r, rs, rk = x.ctypes.data, x.strides[0], x.strides[1]
     o, os, ol = out.ctypes.data, out.strides[0], 64  # 64: bytes of a panel's outputs
-    eights = rows // 8 * 8
-    fours = rows // 4 * 4
-    for i in range(0, count, 2):  # a pair of panels stays in the first cache while all rows pass
-        for n in range(0, eights, 8):
-            _tile_2x8(p + i * ps, ps, pk, r + n * rs, rs, rk, o + n * os + i * ol, os, inputs)
-        if fours > eights:
-            n = eights
-            _tile_2x4(p + i * ps, ps, pk, r + n * rs, rs, rk, o + n * os + i * ol, os, inputs)
-    for n in range(fours, rows):
-        for i in range(0, count // 8 * 8, 8):
-            _tile_8x1(p + i * ps, ps, pk, r + n * rs, rs, rk, o + n * os + i * ol, os, inputs)
-        for i in range(count // 8 * 8, count, 2):
-            _tile_2x1(p + i * ps, ps, pk, r + n * rs, rs, rk, o + n * os + i * ol, os, inputs)
+    tiles, rest = rows // _ROWS, rows % _ROWS
+    if tiles > 0 and rest == 1:
+        tiles, rest = tiles - 1, _ROWS + 1
+    first = tiles * _ROWS
+    for i in range(0, count, _PANELS):  # these panels stay in the first cache while all rows pass
+        for n in range(0, first, _ROWS):
+            _tile(p + i * ps, ps, pk, r + n * rs, rs, rk, o + n * os + i * ol, os, inputs)
+        if rest > _ROWS:
+            _tile_and_a_row(p + i * ps, ps, pk, r + first * rs, rs, rk, o + first * os + i * ol, os, inputs)
+        elif rest >= _ROWS // 2:
+            _half_tile(p + i * ps, ps, pk, r + first * rs, rs, rk, o + first * os + i * ol, os, inputs)
+    if rest > _ROWS:
+        first = rows
+    elif rest >= _ROWS // 2:
+        first += _ROWS // 2
+    long = count // _PANELS_OF_ONE_ROW * _PANELS_OF_ONE_ROW
+    for n in range(first, rows):
+        for i in range(0, long, _PANELS_OF_ONE_ROW):
+            _long_row(p + i * ps, ps, pk, r + n * rs, rs, rk, o + n * os + i * ol, os, inputs)
+        for i in range(long, count, _PANELS):
+            _short_row(p + i * ps, ps, pk, r + n * rs, rs, rk, o + n * os + i * ol, os, inputs)
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
     """Compile at the first product (a second or so); keep the result on disk for the next process if possible."""
+    if getattr(
+        config, "DISABLE_JIT", False
+    ):  # for a debugger: tiles can't run as Python, and BLAS gives the same but for rounding
+        return lambda panels, x, out: np.matmul(x, panels.swapaxes(1, 2).reshape(-1, x.shape[1]).T, out=out)
     signature = types.void(types.float32[:, :, :], types.float32[:, :], types.float32[:, ::1])
     try:
         return njit(signature, cache=True)(_multiply)

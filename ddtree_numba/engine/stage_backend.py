@@ -72,15 +72,15 @@ class NumpyStages:
 def _worthy_slots(log_probs: np.ndarray, least: float) -> int:
     """Return how many slots of a best-first tree are worth the target's time: most of them at least `least`.
 
-    Matrix products take columns by eights, so the nearest multiple of eight costs as much as what is below it.
+    Products take rows by eights, and a root with a multiple of eight nodes is what they do best: the nearest one it is.
 
     >>> _worthy_slots(np.log(np.array([1, 0.5, 0.4, 0.2] + 30 * [0.01])), math.log(0.1))
-    8
+    9
     """
     if least == -math.inf:
         return len(log_probs)
-    worthy = int((log_probs >= least).sum())
-    return min(max(8, (worthy + 4) // 8 * 8), int((log_probs > -math.inf).sum()))
+    worthy = int((log_probs[1:] >= least).sum())
+    return min(1 + max(8, (worthy + 4) // 8 * 8), int((log_probs > -math.inf).sum()))
 
 
 class KernelStages:
