@@ -59,6 +59,7 @@ def to_notebook(text: str, version: str) -> nbformat.NotebookNode:
 
 def _markdown(text: str) -> list[nbformat.NotebookNode]:
     text = _PAGE_LINK.sub(r"](\1.ipynb)", text).strip()
+    text = re.sub(r"\]\((\.\./docs/[\w/]+)\.md\)", r"](\1.html)", text)
     return [nbformat.v4.new_markdown_cell(text)] if text else []
 
 
