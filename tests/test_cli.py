@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -14,11 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
-from ddtree_numba import show
+from ddtree_numba import cli, show
 from ddtree_numba.backend import BACKEND
 from ddtree_numba.draft_tree import DraftTree
-from ddtree_numba.engine.byte_tokenizer import encode_text
+from ddtree_numba.engine.byte_tokenizer import TextStream, encode_text
 from ddtree_numba.engine.decoding import Decoder
 from ddtree_numba.engine.model_pair import load_model
 from tests import tiny_model
@@ -92,6 +94,20 @@ def test_compare_runs_every_mode(folder):
     assert result["identical"] is True and len({tuple(run["tokens"]) for run in result["runs"]}) == 1
 
 
+def test_modes_that_differ_are_told(folder, monkeypatch, capsys):
+    class Wrong(Decoder):
+        def decode(self, prompt, count):
+            for each in super().decode(prompt, count):
+                yield dataclasses.replace(each, tokens=[65] * len(each.tokens)) if self.mode == "chain" else each
+
+    monkeypatch.setattr(cli, "Decoder", Wrong)
+    with pytest.raises(typer.Exit) as ended:
+        cli.generate("def f(", compare=True, max_new_tokens=6, json_file="-", model=folder)
+    assert ended.value.exit_code == 1
+    out, errors = capsys.readouterr()
+    assert json.loads(out)["identical"] is False and "NO, the modes differ" in errors
+
+
 def test_prompt_from_a_file_and_from_standard_input(folder, tmp_path):
     prompt = b"\xff\xc3 x\x00\n"  # neither UTF-8 nor free of NUL
     (tmp_path / "prompt").write_bytes(prompt)
@@ -159,8 +175,24 @@ def test_colours_on_a_terminal(folder):
     assert "\x1b[2mdef f(" in shown, "the prompt is dim"
     assert "\x1b[4;35m" in shown, "the target's own token is underlined, without colour, too"
     # What the model writes must not steer the terminal: the random model writes control bytes.
-    text = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert not any(ord(character) < 32 and character not in "\r\n\t" for character in text), repr(text)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown).replace("\r", "")
+    assert not any(ord(character) < 32 and character not in "\n\t" for character in text), repr(text)
+    written = TextStream().feed(expected_tokens(folder, "def f(", 30), final=True)
+    assert text == "def f(" + written.translate(cli._VISIBLE).expandtabs() + "\n"
+
+
+def test_text_on_a_terminal_is_the_text(tmp_path):
+    """Line ends, blank lines and long lines come through, with the package's model."""
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, "generate", "def quicksort(", "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        command, stdout=theirs, stderr=subprocess.PIPE, timeout=60, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", read_all(ours)).replace("\r", "")
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert shown == "def quicksort(" + run["text"] + "\n" and "\n" in run["text"]
 
 
 def read_all(descriptor: int) -> str:
