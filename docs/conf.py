@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import re
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,6 +19,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
+
+# Kernels of their own profile: they neither read the user's settings nor warn that they talk over local TCP.
+profile = Path(tempfile.mkdtemp(prefix="ddtree-ipython-"), "profile_default")
+profile.mkdir()
+(profile / "ipython_kernel_config.py").write_text("c = get_config()\nc.IPKernelApp.log_level = 40\n")
+os.environ["IPYTHONDIR"] = str(profile.parent)
+atexit.register(shutil.rmtree, profile.parent, ignore_errors=True)
+logging.getLogger("traitlets").setLevel(logging.WARNING)
 
 project = "ddtree_numba"
 author = "the ddtree_numba contributors"
