@@ -55,7 +55,7 @@ def tree_picture(
 
     def line(slot: int) -> Text:
         style = _ACCEPTED if slot in accepted else ""
-        text = Text(f"{slot:>2} ", style=_QUIET)
+        text = Text.assemble((f"{slot:>2} ", _QUIET))
         text.append(label(int(tree.token_ids[slot])), style=style)
         text.append(" ✓" if slot in accepted else "", style=style)
         text.append("  root" if slot == 0 else f"  {math.exp(tree.log_probs[slot]):.1%}", style=_QUIET)

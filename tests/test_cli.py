@@ -240,6 +240,7 @@ BAD = [
     (("generate", "-"), "PROMPT: got an empty text"),
     (("generate", "a", "--prompt-file", "b"), "PROMPT: got a text and --prompt-file, needs either"),
     (("generate", "--prompt-file", "/no/such/file"), "--prompt-file: got /no/such/file (No such file or directory)"),
+    (("generate", "--prompt-file", "/no/such\nfile"), "--prompt-file: got /no/such file (No such file or directory)"),
     (("generate", "--prompt-file", "/"), "--prompt-file: got / (Is a directory)"),
     (("generate", "x" * 79), "PROMPT: got 79 bytes, needs at most 78 bytes: the model's context has 80 tokens"),
     (("generate", "a", "--mode", "fast"), "--mode: got 'fast', needs one of autoregressive, chain, tree"),
@@ -301,10 +302,15 @@ def test_damaged_model_leaves_an_older_result(folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "out.json"]
 
 
-def test_json_into_a_device_does_not_replace_it(folder):
-    done = ddtree("generate", "a", "--max-new-tokens", 2, "--model", folder, "--json", "/dev/null")
+def test_json_into_a_pipe_does_not_replace_it(folder, tmp_path):
+    pipe = tmp_path / "pipe"  # stands for /dev/null and the like
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
+    done = ddtree("generate", "a", "--max-new-tokens", 2, "--model", folder, "--json", pipe)
     assert done.returncode == 0, done.stderr
-    assert Path("/dev/null").is_char_device()
+    assert pipe.is_fifo()
+    out, _ = reader.communicate(timeout=20)
+    assert json.loads(out)["runs"][0]["new_tokens"] == 2
 
 
 def test_json_file_has_the_usual_rights(folder, tmp_path):
@@ -337,6 +343,8 @@ def test_tree_of_a_later_round(folder):
     rounds = list(Decoder(load_model(folder), "tree", 3).decode(encode_text("def f("), 30))
     done = ddtree("tree", "def f(", "--budget", 3, "--round", 4, "--model", folder)
     assert done.returncode == 0, done.stderr
+    written = TextStream().feed([token for each in rounds[:3] for token in each.tokens], final=True)
+    assert done.stdout.decode().startswith("def f(" + written.translate(cli._VISIBLE))
     position = int(rounds[3].positions[0, 0])
     assert re.search(rf"^ +0 +\S+ +{position} +█", done.stdout.decode(), re.MULTILINE)
 
@@ -356,8 +364,9 @@ def test_pictures_of_a_hand_made_round():
         node_count=4,
     )
     targets = [99, 100, 10, 32]
-    console = Console(width=80, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
     console.print(show.tree_picture(tree, targets, [0, 2]))
+    assert "\x1b[1;32m'c'\x1b[0m\x1b[1;32m ✓" in console.file.getvalue(), "accepted: bold, green, with a check mark"
     console.print(show.bitmask_picture(tree, show.np.array([7, 8, 8, 9])))
     console.print(show.walk_picture(tree, targets, [0, 2], [99, 10]))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
