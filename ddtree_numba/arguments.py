@@ -40,6 +40,7 @@ class ArrayCheck:
     """
 
     def __init__(self, **sizes: int) -> None:
+        """Take the `sizes` of dimensions that are known beforehand: ``ArrayCheck(B=2)``."""
         self._sizes = dict(sizes)
 
     def __call__(self, name: str, array: Any, shape: str, dtypes: tuple[Any, ...]) -> tuple[int, ...]:

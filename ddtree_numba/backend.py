@@ -100,6 +100,7 @@ BACKEND: str = _choose()
 """``"gpu"`` or ``"simulator"``: where kernels run in this process."""
 
 ON_GPU: bool = BACKEND == "gpu"
+"""Whether kernels run on a GPU in this process."""
 
 if ON_GPU:
     # Small launches are what this project is about; Numba would warn at every one of them.

@@ -31,9 +31,13 @@ MAX_BUDGET = 1024
 
 # A kernel can't raise: it ends and leaves these bits in `status[B]` (int32), one word a request.
 STATUS_OK = 0
-STATUS_BROKEN_LINK = 1  # a slot number that points outside the tree, backwards, or in a circle
-STATUS_TOO_DEEP = 2  # a path deeper than the draft length that the caller named
-STATUS_BAD_PAGE = 4  # a KV row outside the block table or the pool
+"""Nothing to report."""
+STATUS_BROKEN_LINK = 1
+"""Bit of a status: a slot number that points outside the tree, backwards, or in a circle."""
+STATUS_TOO_DEEP = 2
+"""Bit of a status: a path deeper than the draft length that the caller named."""
+STATUS_BAD_PAGE = 4
+"""Bit of a status: a KV row outside the block table or the pool."""
 
 
 class DraftTree(NamedTuple):

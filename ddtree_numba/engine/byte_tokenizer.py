@@ -43,6 +43,7 @@ class TextStream:
     """
 
     def __init__(self) -> None:
+        """Start a text; every sequence needs a stream of its own."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Iterable[int], final: bool = False) -> str:

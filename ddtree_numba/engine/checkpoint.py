@@ -27,19 +27,33 @@ class TargetConfig:
     """What the target's forward pass needs of a DeepSeek-V3 config.json, under its names there."""
 
     vocab_size: int
+    """Token ids run from 0 to this less one."""
     hidden_size: int
+    """Width of the residual stream."""
     num_hidden_layers: int
+    """Decoder layers, all dense."""
     num_attention_heads: int
+    """H, the heads of every layer."""
     q_lora_rank: int
+    """Width of the query latent."""
     kv_lora_rank: int
+    """D_c, width of the KV latent."""
     qk_nope_head_dim: int
+    """Width of a head's query and key without position, before absorption."""
     qk_rope_head_dim: int
+    """D_r, width of the rotated part of a query, and of the key that all heads share."""
     v_head_dim: int
+    """Width of a head's value, before absorption."""
     intermediate_size: int
+    """Width inside the MLP."""
     max_position_embeddings: int
+    """Most tokens of a sequence."""
     rope_theta: float
+    """Base of the rotary frequencies."""
     rms_norm_eps: float
+    """What RMSNorm adds to the mean square."""
     eos_token_id: int
+    """The token that ends a document."""
 
     @property
     def row_width(self) -> int:
@@ -57,17 +71,29 @@ class DrafterConfig:
     """What the drafter's forward pass needs of its config.json, under its names there."""
 
     vocab_size: int
+    """Token ids run from 0 to this less one."""
     hidden_size: int
+    """Width of the residual stream, as the target's."""
     num_hidden_layers: int
+    """Layers."""
     num_attention_heads: int
+    """H, the heads of every layer."""
     head_dim: int
+    """Width of a head's query, key and value."""
     intermediate_size: int
+    """Width inside the MLP."""
     block_size: int
+    """Places of a block: the last token and the masks behind it."""
     target_layer_ids: tuple[int, ...]
+    """The target's layers, from 0, whose output the drafter reads, in this order."""
     mask_token_id: int
+    """The token that stands at a place to be guessed."""
     max_position_embeddings: int
+    """Most tokens of a sequence."""
     rope_theta: float
+    """Base of the rotary frequencies."""
     rms_norm_eps: float
+    """What RMSNorm adds to the mean square."""
 
 
 # Variants of the architecture that the forward pass leaves out: each key, when present, must have this value.

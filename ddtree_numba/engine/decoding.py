@@ -28,7 +28,9 @@ from ddtree_numba.stages.accept_walk import AcceptedPath
 __all__ = ["BACKENDS", "MODES", "Chooser", "Decoder", "Round", "greedy"]
 
 MODES = ("autoregressive", "chain", "tree")
+"""What a round drafts: nothing, the first choices one behind the other, or the most probable prefixes."""
 BACKENDS = ("numpy", "simulator", "gpu")
+"""What runs the stages: the references, or the kernels where this process has them."""
 
 Chooser = Callable[[np.ndarray], np.ndarray]
 """The target's logits at every node [N, V] -> its token at every node [N] int32. Sampling would be another one."""

@@ -31,6 +31,7 @@ class DrafterContext:
     """Keys and values of one sequence's accepted tokens, with room for a block behind them."""
 
     def __init__(self, layers: int, heads: int, head_dim: int, max_rows: int) -> None:
+        """Make room for `max_rows` tokens, the block's included, in `layers` layers of H = `heads`, d = `head_dim`."""
         self.keys = np.zeros((layers, heads, max_rows, head_dim), np.float32)
         """[layers, H, rows, d] float32, rotated."""
         self.values = np.zeros((layers, heads, max_rows, head_dim), np.float32)

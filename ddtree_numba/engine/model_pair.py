@@ -20,8 +20,11 @@ class ModelPair(NamedTuple):
     """What a decode needs of a model."""
 
     name: str
+    """Name of its folder."""
     target: TargetModel
+    """The model whose text is decoded: it decides every token."""
     drafter: Drafter
+    """The small model that guesses the next tokens."""
 
     @property
     def context(self) -> int:

@@ -40,6 +40,7 @@ class PackedMatrix:
     """
 
     def __init__(self, weight: np.ndarray) -> None:
+        """Pack `weight` [outputs, inputs], of any float type, as float32; it may be dropped afterwards."""
         self.outputs, inputs = weight.shape
         panels = np.zeros((padded(self.outputs), inputs), np.float32)
         panels[: self.outputs] = weight

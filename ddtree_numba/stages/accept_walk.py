@@ -175,10 +175,17 @@ def accept_walk(
     out: AcceptedPath | None = None,
     stream: Any = None,
 ) -> AcceptedPath:
-    """Return what `accept_walk_reference` defines, computed by `accept_walk_kernel`.
+    """Return the `AcceptedPath` that `accept_walk_reference` defines, from `accept_walk_kernel`.
 
-    NumPy arrays are copied in and come back as NumPy; device arrays stay on the device. `out` is an `AcceptedPath` of
-    L + 1 columns to write into, `stream` the stream to launch on.
+    tree (a DraftTree of N slots): the drafts.
+    target_tokens (B, N int32): the target's token after every slot.
+    draft_length: L, the longest path without the root, 0..1024; None: N - 1.
+    out (an AcceptedPath of L + 1 columns): arrays to write into; stream: where to run.
+
+    NumPy arrays are copied in and come back as NumPy; device arrays stay on the device.
+
+    Raises `TypeError` for what is no `DraftTree`, no array, of another dtype or a mix of NumPy and device,
+    `ValueError` for a wrong shape or layout. A broken tree is no error but a bit in the request's status.
     """
     if not isinstance(tree, DraftTree):
         raise TypeError(f"tree: got {type(tree).__name__}, needs a DraftTree")

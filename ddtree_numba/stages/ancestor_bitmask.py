@@ -107,10 +107,16 @@ def ancestor_bitmask_kernel(parents, node_count, ancestor_bits, status):
 def ancestor_bitmask(
     parents: Any, node_count: Any, *, out: tuple[Any, Any] | None = None, stream: Any = None
 ) -> tuple[Any, Any]:
-    """Return what `ancestor_bitmask_reference` defines, computed by `ancestor_bitmask_kernel`.
+    """Return ``(ancestor_bits, status)``, what `ancestor_bitmask_reference` defines, from `ancestor_bitmask_kernel`.
 
-    NumPy arrays are copied in and the results come back as NumPy; device arrays stay on the device. `out` is
-    (ancestor_bits, status) to write into, `stream` the stream to launch on.
+    parents (B, N int32): parent slots, root -1; N up to 1025.
+    node_count (B int32): used slots.
+    out (a pair of B, N, W uint32 and B int32): arrays to write into; stream: where to run.
+
+    NumPy arrays are copied in and the results come back as NumPy; device arrays stay on the device.
+
+    Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
+    shape or layout. A broken link is no error but `STATUS_BROKEN_LINK` in the request's status.
     """
     check = ArrayCheck()
     batch, slots = check("parents", parents, "B N", (np.int32,))
@@ -156,10 +162,16 @@ def positions_kernel(depths, prefix_lengths, positions):
 
 
 def positions(depths: Any, prefix_lengths: Any, *, out: Any = None, stream: Any = None) -> Any:
-    """Return what `positions_reference` defines, computed by `positions_kernel`.
+    """Return positions [B, N] int32, what `positions_reference` defines, from `positions_kernel`.
 
-    NumPy arrays are copied in and the result comes back as NumPy; device arrays stay on the device. `out` is the
-    array [B, N] int32 to write into, `stream` the stream to launch on.
+    depths (B, N int32): edges from the root; N up to 1025.
+    prefix_lengths (B int32): rows in the KV cache, the root's not among them.
+    out (B, N int32): array to write into; stream: where to run.
+
+    NumPy arrays are copied in and the result comes back as NumPy; device arrays stay on the device.
+
+    Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
+    shape or layout.
     """
     check = ArrayCheck()
     batch, slots = check("depths", depths, "B N", (np.int32,))

@@ -201,9 +201,17 @@ def commit_kv(
 ) -> Any:
     """Do what `commit_kv_reference` defines, with `commit_kv_kernel`: `kv_pool` and `prefix_lengths` change in place.
 
-    NumPy arrays are copied in and back, and their contents are looked at first: what would give a request a status
-    is a `ValueError` instead, and nothing changes. Device arrays stay on the device. `out` is the `status` array [B]
-    int32 to write into, `stream` the stream to launch on.
+    kv_pool (layers, pages, page_size, D of any integers or floats): rows are moved; bfloat16 and float8 as uint.
+    block_table (B, max_pages int32): pages of each request, in the order of its rows.
+    prefix_lengths (B int32): advanced by `accept_count`.
+    accept_slots (B, L + 1 int32), accept_count (B int32): as stage 5 gives them.
+    out (B int32): the status array to write into; stream: where to run.
+
+    Returns the status. NumPy arrays are copied in and back; device arrays stay on the device.
+
+    Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
+    shape or layout. The contents of NumPy arrays are looked at first: what would give a request a status raises
+    `ValueError` instead, and nothing changes.
     """
     check = ArrayCheck()
     layers, pages, page_size, width = check("kv_pool", kv_pool, "layers pages page_size D", _POOL_DTYPES)

@@ -56,11 +56,18 @@ def build_tree(
     out: DraftTree | None = None,
     stream: Any = None,
 ) -> DraftTree:
-    """Return what `build_tree_reference` defines, bit for bit.
+    """Return the `DraftTree` that `build_tree_reference` defines, bit for bit; its ancestor bits are 0.
 
-    NumPy arrays are copied in and come back as NumPy; device arrays stay on the device. `out` is a `DraftTree` of
-    `budget` + 1 slots to write into, `stream` the stream to launch on. `version` is a rung of `VERSIONS`, or "auto":
-    `warp` on a GPU that has its instructions (compute capability 8.0), else `one_thread`.
+    log_probs (B, L, K float32), token_ids (B, L, K int32): candidates of each depth, best first; L up to 64.
+    root_tokens (B int32): last emitted tokens.
+    budget: most nodes below the root, 0..1024; N = budget + 1.
+    out (a DraftTree of N slots): arrays to write into; stream: where to run.
+
+    NumPy arrays are copied in and come back as NumPy; device arrays stay on the device. `version` is a rung of
+    `VERSIONS`, or "auto": `warp` on a GPU that has its instructions (compute capability 8.0), else `one_thread`.
+
+    Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
+    shape or layout, a number out of range or an unknown version.
     """
     check = ArrayCheck()
     batch, depths, candidates = check("log_probs", log_probs, "B L K", (np.float32,))

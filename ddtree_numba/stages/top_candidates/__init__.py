@@ -52,10 +52,13 @@ def top_candidates(
     stream: Any = None,
     workspace: Workspace | None = None,
 ) -> tuple[Any, Any]:
-    """Return what `top_candidates_reference` defines.
+    """Return ``(log_probs, token_ids)``, what `top_candidates_reference` defines.
 
-    A NumPy array is copied in and the results come back as NumPy; a device array stays on the device. `out` is
-    (log_probs, token_ids) to write into, `stream` the stream to launch on.
+    logits (B, L, V float32, float16, or uint16 for bfloat16): the drafter's, a row for each depth of each request.
+    k: candidates of a depth, 1 or more; K = min(k, V).
+    out (a pair of B, L, K float32 and B, L, K int32): arrays to write into; stream: where to run.
+
+    A NumPy array is copied in and the results come back as NumPy; a device array stays on the device.
 
     `version` is a rung of `VERSIONS`, or "auto": `fused` on a GPU that has its instructions, for k up to 64 of 1024
     tokens or more, else `block_per_row`. `workspace`, from `fused.make_workspace`, spares `fused` an allocation.
@@ -63,6 +66,9 @@ def top_candidates(
     Ids equal the reference's. The exponentials are float32: log-probabilities differ by at most
     ``2**-24 * (4 + ln(V) + 2 * |log_prob|)`` with `block_per_row`, ``2**-24 * (8 + 2.25 * ln(V) + 2 * |log_prob|)``
     with `fused`.
+
+    Raises `TypeError` for what is no array or of another dtype, `ValueError` for a wrong shape or layout, a `k` below
+    1 (with `fused`: above 64) or an unknown version.
     """
     batch, depths, vocab = ArrayCheck()("logits", logits, "B L V", (np.float32, np.float16, np.uint16))
     check_integer("B of logits", batch, 1, 2**31 - 1)
