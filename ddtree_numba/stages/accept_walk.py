@@ -179,7 +179,7 @@ def accept_walk(
 
     tree (a DraftTree of N slots): the drafts.
     target_tokens (B, N int32): the target's token after every slot.
-    draft_length: L, the longest path without the root, 0..1024; None: N - 1.
+    draft_length (int or None): L, the longest path without the root, 0..1024; None: N - 1.
     out (an AcceptedPath of L + 1 columns): arrays to write into; stream: where to run.
 
     NumPy arrays are copied in and come back as NumPy; device arrays stay on the device.

@@ -1,11 +1,13 @@
 """Directives that show code from its file, so that a page can't differ from what runs.
 
 ``{source-of} ddtree_numba.stages.accept_walk.accept_walk_kernel`` shows the source of an object, and
-``{api} ...`` its documentation with the source folded below it; ``{modules} ddtree_numba.engine`` documents a package.
+``{api} ...`` its documentation with the source folded below it; ``{modules} ddtree_numba.engine`` documents a package,
+``{instructions} ddtree_numba.ptx`` a module of intrinsics.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -99,6 +101,42 @@ def _module(name: str) -> list[str]:
     return [*lines, "```"]
 
 
+class Instructions(SphinxDirective):
+    """Show the documentation of a module of intrinsics, read from its text: without a GPU they are not there."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the public names in the order of the file."""
+        name = self.arguments[0]
+        module = importlib.import_module(name)
+        text = Path(module.__file__ or "").read_text()
+        intrinsics: dict[str, ast.FunctionDef] = {}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "intrinsic" for d in node.decorator_list):
+                intrinsics.setdefault(node.name, node)
+        lines = ["```{eval-rst}"]
+        for public in sorted(module.__all__, key=lambda public: _place(text, public)):
+            if public in intrinsics:
+                lines += _intrinsic(f"{name}.{public}", intrinsics[public])
+            elif inspect.isfunction(getattr(module, public)) and f"def {public}(" in text:
+                lines += [f".. autofunction:: {name}.{public}", ""]
+            else:
+                lines += [f".. autodata:: {name}.{public}", "   :no-value:", ""]
+        return _parse(self, [*lines, "```"])
+
+
+def _place(text: str, name: str) -> int:
+    return min(at for at in (text.find(f"def {name}("), text.find(f"\n{name} = "), text.find(f"\n{name}: ")) if at >= 0)
+
+
+def _intrinsic(name: str, function: ast.FunctionDef) -> list[str]:
+    """Return the lines that document an intrinsic, called without its first argument."""
+    arguments = ", ".join(argument.arg for argument in function.args.args[1:])
+    words = (ast.get_docstring(function) or "").split("\n")
+    return [f".. py:function:: {name}({arguments})", "", *(f"   {line}" if line else "" for line in words), ""]
+
+
 def _parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
     holder = nodes.Element()
     source = directive.get_source_info()[0]
@@ -142,5 +180,6 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_directive("source-of", SourceOf)
     app.add_directive("api", Api)
     app.add_directive("modules", Modules)
+    app.add_directive("instructions", Instructions)
     app.connect("autodoc-process-docstring", _arrays_as_list)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

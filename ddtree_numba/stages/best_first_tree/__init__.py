@@ -60,7 +60,7 @@ def build_tree(
 
     log_probs (B, L, K float32), token_ids (B, L, K int32): candidates of each depth, best first; L up to 64.
     root_tokens (B int32): last emitted tokens.
-    budget: most nodes below the root, 0..1024; N = budget + 1.
+    budget (int): most nodes below the root, 0..1024; N = budget + 1.
     out (a DraftTree of N slots): arrays to write into; stream: where to run.
 
     NumPy arrays are copied in and come back as NumPy; device arrays stay on the device. `version` is a rung of

@@ -55,7 +55,7 @@ def top_candidates(
     """Return ``(log_probs, token_ids)``, what `top_candidates_reference` defines.
 
     logits (B, L, V float32, float16, or uint16 for bfloat16): the drafter's, a row for each depth of each request.
-    k: candidates of a depth, 1 or more; K = min(k, V).
+    k (int): candidates of a depth, 1 or more; K = min(k, V).
     out (a pair of B, L, K float32 and B, L, K int32): arrays to write into; stream: where to run.
 
     A NumPy array is copied in and the results come back as NumPy; a device array stays on the device.
