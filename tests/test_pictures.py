@@ -25,9 +25,8 @@ from ddtree_numba.pictures import (
     walk_trace,
 )
 from ddtree_numba.pictures.commit_steps import commit_trace
-from ddtree_numba.stages import best_first_tree
 from ddtree_numba.stages.accept_walk import accept_walk_reference
-from ddtree_numba.stages.best_first_tree import build_tree_reference
+from ddtree_numba.stages.best_first_tree import build_tree_reference, reference
 
 
 def candidates(rng, depths=4, k=4):
@@ -60,10 +59,10 @@ def test_recording_leaves_the_reference_as_it_was() -> None:
     import heapq
 
     heap_trace(np.zeros((2, 2), np.float32), budget=2)
-    assert best_first_tree.heapq is heapq
+    assert reference.heapq is heapq
     with pytest.raises(IndexError):
         heap_trace(np.zeros((2, 0), np.float32), budget=2)
-    assert best_first_tree.heapq is heapq
+    assert reference.heapq is heapq
 
 
 def test_the_walk_trace_ends_where_the_reference_does(rng) -> None:

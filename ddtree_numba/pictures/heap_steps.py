@@ -15,7 +15,7 @@ import numpy as np
 from ddtree_numba.pictures.drawing import Drawing
 from ddtree_numba.pictures.layout import Labels, draw_edge, draw_node, label_of, place
 from ddtree_numba.pictures.slider import Step, StepSlider
-from ddtree_numba.stages import best_first_tree
+from ddtree_numba.stages.best_first_tree import reference
 
 __all__ = ["HeapEntry", "HeapStep", "heap_steps", "heap_trace"]
 
@@ -62,11 +62,11 @@ def _recorded(steps: list[HeapStep]) -> Iterator[None]:
 
     with _recording:
         steps.append(HeapStep(None, [], []))
-        best_first_tree.heapq = SimpleNamespace(heappush=push, heappop=pop)  # type: ignore[assignment]
+        reference.heapq = SimpleNamespace(heappush=push, heappop=pop)  # type: ignore[assignment]
         try:
             yield
         finally:
-            best_first_tree.heapq = heapq
+            reference.heapq = heapq
 
 
 def heap_trace(log_probs: np.ndarray, budget: int) -> list[HeapStep]:
@@ -81,9 +81,7 @@ def heap_trace(log_probs: np.ndarray, budget: int) -> list[HeapStep]:
     steps: list[HeapStep] = []
     log_probs = np.ascontiguousarray(log_probs, np.float32)[None]
     with _recorded(steps):
-        best_first_tree.build_tree_reference(
-            log_probs, np.zeros(log_probs.shape, np.int32), np.zeros(1, np.int32), budget
-        )
+        reference.build_tree_reference(log_probs, np.zeros(log_probs.shape, np.int32), np.zeros(1, np.int32), budget)
     return steps
 
 
