@@ -118,7 +118,7 @@ class Instructions(SphinxDirective):
         lines = ["```{eval-rst}"]
         for public in sorted(module.__all__, key=lambda public: _place(text, public)):
             if public in intrinsics:
-                lines += _intrinsic(f"{name}.{public}", intrinsics[public])
+                lines += _intrinsic(name, intrinsics[public])
             elif inspect.isfunction(getattr(module, public)) and f"def {public}(" in text:
                 lines += [f".. autofunction:: {name}.{public}", ""]
             else:
@@ -130,11 +130,12 @@ def _place(text: str, name: str) -> int:
     return min(at for at in (text.find(f"def {name}("), text.find(f"\n{name} = "), text.find(f"\n{name}: ")) if at >= 0)
 
 
-def _intrinsic(name: str, function: ast.FunctionDef) -> list[str]:
+def _intrinsic(module: str, function: ast.FunctionDef) -> list[str]:
     """Return the lines that document an intrinsic, called without its first argument."""
     arguments = ", ".join(argument.arg for argument in function.args.args[1:])
     words = (ast.get_docstring(function) or "").split("\n")
-    return [f".. py:function:: {name}({arguments})", "", *(f"   {line}" if line else "" for line in words), ""]
+    head = [f".. py:function:: {function.name}({arguments})", f"   :module: {module}", ""]
+    return [*head, *(f"   {line}" if line else "" for line in words), ""]
 
 
 def _parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
@@ -155,7 +156,7 @@ def _arrays_as_list(app: Any, what: str, name: str, target: Any, options: Any, l
         lines.clear()  # a constant without words of its own: those of `bool` or `int` would say nothing
     result: list[str] = []
     in_list = False
-    for line in lines:
+    for line in (line for line in lines if not line.startswith("Create new instance of ")):  # a NamedTuple's own words
         may_start = in_list or not result or not result[-1].strip()
         if _KEYWORD.match(line) or (may_start and _ARGUMENT.match(line)):
             result += [_item(line)] if in_list else ["", _item(line)]
