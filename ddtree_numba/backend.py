@@ -180,7 +180,7 @@ def as_stream(stream: Any) -> Any:
 def describe() -> str:
     """Return one line that says where kernels run, for the CLI, the test header and the tutorials."""
     if not ON_GPU:
-        return "simulator (Numba's CUDA simulator: no GPU needed, no timing means anything)"
+        return "simulator (Numba's CUDA simulator: needs no GPU; its timings mean nothing)"
     device = cuda.get_current_device()
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
     major, minor = device.compute_capability
