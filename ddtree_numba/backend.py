@@ -18,6 +18,8 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
+
 __all__ = [
     "BACKEND",
     "ON_GPU",
@@ -115,6 +117,23 @@ cuda: Any = _numba_cuda
 
 if not ON_GPU:
     from numba.cuda.simulator.kernel import _get_kernel_context
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared, numpy_support, types
+
+    _array_of_numba = FakeCUDAShared.array
+
+    def _one_array_for_all_threads(self: Any, shape: Any, dtype: Any, **options: Any) -> Any:
+        """Numba looks a shared array up by its source line and makes it if it is not there.
+
+        Two threads that do so at the same moment each got one of their own, and the kernel computed with what lay
+        there: 2 of 32000 arrays on a busy machine. `setdefault` is one step for all threads.
+        """
+        if shape == 0 or options:  # dynamic shared memory, which exists before the threads do
+            return _array_of_numba(self, shape, dtype, **options)
+        line = sys._getframe(1)
+        new = np.empty(shape, numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else dtype)
+        return self._allocations.setdefault((line.f_code.co_filename, line.f_lineno), new)
+
+    FakeCUDAShared.array = _one_array_for_all_threads
 
     def _of_running_kernel(name: str) -> Any:
         kernel = _get_kernel_context()
@@ -181,7 +200,7 @@ def as_stream(stream: Any) -> Any:
 def describe() -> str:
     """Return one line that says where kernels run, for the CLI, the test header and the tutorials."""
     if not ON_GPU:
-        return "simulator (Numba's CUDA simulator: no GPU needed, no timing means anything)"
+        return "simulator (Numba's CUDA simulator: needs no GPU; its timings mean nothing)"
     device = cuda.get_current_device()
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
     major, minor = device.compute_capability

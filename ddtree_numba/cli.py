@@ -205,7 +205,7 @@ def generate(
 
 
 def _announce(notes: Console, backend: str, pair: ModelPair) -> None:
-    where = "numpy (the stages' references, on the CPU)" if backend == "numpy" else describe()
+    where = "numpy (everything on the CPU)" if backend == "numpy" else describe()
     notes.print(Text(f"backend: {where} · model: {pair.name}", style="dim"), soft_wrap=True)
     if backend == "simulator":
         notes.print(Text("every GPU thread is a Python thread here: seconds to minutes for a round", style="dim"))

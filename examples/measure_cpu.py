@@ -40,8 +40,8 @@ def decode(decoder: Decoder, prompt: list[int], new_tokens: int) -> tuple[list[i
     return tokens, rounds, time.perf_counter() - start
 
 
-def over_prompts(budget: int, new_tokens: int) -> dict[str, object]:
-    """Return the sums over all prompts of each mode, and the ratios that they give."""
+def over_prompts(budget: int, new_tokens: int) -> tuple[str, dict[str, object]]:
+    """Return what was decoded, and the figures of each mode over all prompts together."""
     model = load_model()
     decoders = {mode: Decoder(model, mode, budget) for mode in MODES}
     prompts = [encode_text(entry["text"].encode()) for entry in json.loads(PROMPTS.read_text(encoding="utf-8"))]
@@ -59,26 +59,23 @@ def over_prompts(budget: int, new_tokens: int) -> dict[str, object]:
         identical &= all(text == texts["autoregressive"] for text in texts.values())
     rate = {mode: each["tokens"] / each["seconds"] for mode, each in sums.items()}
     length = {mode: each["tokens"] / each["rounds"] for mode, each in sums.items()}
-    return {
-        "prompts": len(prompts),
-        "new_tokens": new_tokens,
-        "budget": budget,
-        "identical": identical,
-        "modes": sums,
-        "tokens_per_round": length,
-        "tree_over_chain_tokens_per_round": length["tree"] / length["chain"],
-        "speed_over_autoregressive": {mode: each / rate["autoregressive"] for mode, each in rate.items()},
-    }
+    figures: dict[str, object] = {"output_identical": identical}
+    for mode in MODES:
+        figures[f"{mode}_tokens_per_round"] = length[mode]
+        figures[f"{mode}_tokens_per_second"] = rate[mode]
+        figures[f"{mode}_speed_over_autoregressive"] = rate[mode] / rate["autoregressive"]
+    figures["tree_over_chain_tokens_per_round"] = length["tree"] / length["chain"]
+    return f"{len(prompts)} held-out prompts, {new_tokens} new tokens each, budget {budget}", figures
 
 
-def command() -> dict[str, object]:
-    """Return time and peak memory of one `ddtree generate` of 200 tokens, start and model load included."""
+def command() -> tuple[str, dict[str, object]]:
+    """Return one command, its time and its peak memory, start and model load included."""
     start = time.perf_counter()
     words = [sys.executable, "-m", "ddtree_numba.cli", "generate", "def quicksort(", "--max-new-tokens", "200"]
     subprocess.run(words, check=True, capture_output=True)
     seconds = time.perf_counter() - start
     kilobytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return {"command": "ddtree generate, 200 tokens", "seconds": seconds, "peak_megabytes": kilobytes / 1000}
+    return "ddtree generate, 200 new tokens", {"seconds": seconds, "peak_megabytes": kilobytes / 1000}
 
 
 def main() -> None:
@@ -92,8 +89,7 @@ def main() -> None:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "numpy": version("numpy"), "numba": version("numba")},
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "start": command(),
-        "held_out": over_prompts(options.budget, options.new_tokens),
+        "measured": dict([command(), over_prompts(options.budget, options.new_tokens)]),
     }
     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))

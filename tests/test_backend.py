@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -119,6 +120,24 @@ def test_a_device_function_of_another_module_knows_its_thread():
         indices = cuda.to_device(poisoned(8, np.int32))
         threads_kernel[1, 8](indices)
         np.testing.assert_array_equal(indices.copy_to_host(), np.arange(8))
+
+
+@cuda.jit
+def meet_in_shared_memory_kernel(neighbours):
+    numbers = cuda.shared.array(8, np.int32)
+    numbers[cuda.threadIdx.x] = cuda.threadIdx.x
+    cuda.syncthreads()
+    neighbours[cuda.threadIdx.x] = numbers[cuda.threadIdx.x ^ 1]
+
+
+def test_a_shared_array_is_one_for_all_threads(monkeypatch):
+    # A simulated thread that dawdles while it makes the array meets others that make it too. (No matter on a GPU.)
+    real = np.empty
+    monkeypatch.setattr(np, "empty", lambda *args, **kwargs: (time.sleep(0.002), real(*args, **kwargs))[1])
+    for _ in range(5):
+        neighbours = cuda.to_device(poisoned(8, np.int32))
+        meet_in_shared_memory_kernel[1, 8](neighbours)
+        np.testing.assert_array_equal(neighbours.copy_to_host(), np.arange(8) ^ 1)
 
 
 def test_a_name_that_cuda_does_not_have_is_still_missing():

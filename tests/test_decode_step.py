@@ -11,7 +11,8 @@ from ddtree_numba.draft_tree import check_tree
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
 from ddtree_numba.stages.best_first_tree import build_tree_reference
 from ddtree_numba.stages.top_candidates import top_candidates_reference
-from tests.helpers import assert_same, on_device, on_host
+from ddtree_numba.stages.tree_attention import tree_attention, tree_attention_reference
+from tests.helpers import assert_same, on_device, on_host, poisoned
 from tests.target_tokens import random_target_tokens
 
 VOCAB, DEPTHS, BUDGET, PAGE = 11, 4, 9, 4
@@ -183,15 +184,9 @@ def test_no_copy_no_allocation_and_no_wait_between_the_stages(rng, monkeypatch):
     pool = on_device((np.ones((1, 5, PAGE, 2), np.float32), np.arange(5, dtype=np.int32)[None], np.ones(1, np.int32)))
     (targets,) = on_device((np.zeros((1, BUDGET + 1), np.int32),))
 
-    def forbidden(name):
-        def call(*args, **kwargs):
-            raise AssertionError(f"{name} was called between the stages")
-
-        return call
-
     for name in ("to_device", "device_array", "device_array_like", "synchronize", "as_cuda_array"):
-        monkeypatch.setattr(cuda, name, forbidden(name), raising=False)
-    monkeypatch.setattr(type(targets), "copy_to_host", forbidden("copy_to_host"))
+        monkeypatch.setattr(cuda, name, _forbidden(name), raising=False)
+    monkeypatch.setattr(type(targets), "copy_to_host", _forbidden("copy_to_host"))
     tree, _ = step.draft(*inputs)
     path = step.commit(targets, *pool)
     assert tree is step.tree
@@ -242,3 +237,56 @@ def test_wrong_sizes_are_named(arguments, message):
     sizes = {"batch": 1, "draft_length": 4, "vocab": 8, "budget": 3} | arguments
     with pytest.raises(ValueError, match=message):
         DecodeStep(**sizes)
+
+
+@cuda.jit
+def first_largest_kernel(out, target_tokens):
+    """A stand-in for the rest of the target: a node's token is the column where its first head's output is largest."""
+    b = cuda.blockIdx.x
+    for slot in range(cuda.threadIdx.x, out.shape[1], cuda.blockDim.x):
+        best = 0
+        for column in range(1, out.shape[3]):
+            if out[b, slot, 0, column] > out[b, slot, 0, best]:
+                best = column
+        target_tokens[b, slot] = best
+
+
+def test_draft_attention_and_commit_in_one_chain_without_the_host(rng, monkeypatch):
+    batch, heads, layers, latent, rope = 2, 3, 2, VOCAB, 5
+    step, twin = DecodeStep(batch, DEPTHS, VOCAB, BUDGET), DecodeStepReference(BUDGET)
+    logits = rng.normal(size=(batch, DEPTHS, VOCAB)).astype(np.float32)
+    roots, prefix = rng.integers(VOCAB, size=batch).astype(np.int32), np.array([3, 9], np.int32)
+    pool = rng.normal(size=(layers, 14, PAGE, latent + rope)).astype(np.float32)
+    table = rng.permutation(14).reshape(batch, 7).astype(np.int32)
+    q = rng.normal(size=(batch, BUDGET + 1, heads, latent + rope)).astype(np.float32)
+    card = on_device((logits, roots, prefix, pool, table, q, poisoned((batch, BUDGET + 1), np.int32)))
+    result = on_device([poisoned((batch, BUDGET + 1, heads, latent), np.float32), poisoned(q.shape[:3], np.float32)])
+    layer = on_device([pool[0]])[0]  # what the attention reads; a real target has its own rows there by now
+    for warm_up in (True, False):
+        if not warm_up:  # kernels are compiled: from here on, every touch of the host is an error
+            for name in ("to_device", "device_array", "device_array_like", "synchronize"):
+                monkeypatch.setattr(cuda, name, _forbidden(name))
+            monkeypatch.setattr(type(layer), "copy_to_host", _forbidden("copy_to_host"))
+        tree, _ = step.draft(*card[:3])
+        inputs = (card[5], layer, card[4], card[2], tree.ancestor_bits, tree.node_count, 0.3)
+        tree_attention(*inputs, latent_width=latent, version="shared_tile", out=tuple(result))
+        first_largest_kernel[batch, 2](result[0], card[6])
+        if not warm_up:
+            path = step.commit(card[6], card[3], card[4], card[2])
+    monkeypatch.undo()
+
+    expected_tree, _ = twin.draft(logits, roots, prefix)
+    bits, count = expected_tree.ancestor_bits, expected_tree.node_count
+    out, _ = tree_attention_reference(q, pool[0], table, prefix, bits, count, 0.3, latent_width=latent)
+    targets = out[:, :, 0].argmax(-1).astype(np.int32)
+    np.testing.assert_allclose(result[0].copy_to_host(), out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(card[6].copy_to_host(), targets)
+    assert_same(on_host(path), twin.commit(targets, pool, table, prefix))
+    assert_same(on_host((card[3], card[2])), (pool, prefix))
+
+
+def _forbidden(name):
+    def call(*args, **kwargs):
+        raise AssertionError(f"{name} was called between the stages")
+
+    return call
