@@ -534,7 +534,7 @@ def test_gpu_that_was_asked_for_and_is_not_there(folder):
 
 def test_no_arguments_show_the_help_alone():
     done = ddtree()
-    assert b"generate" in done.stdout and done.stderr == b"" and done.returncode == 2
+    assert b"generate" in done.stdout and done.stderr == b"" and done.returncode in (0, 2)  # by Click's version
 
 
 def test_help_is_quick_and_names_the_commands():

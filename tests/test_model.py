@@ -416,7 +416,7 @@ def assert_refused(folder: Path, *words: str) -> None:
         ("target", {"rope_theta": float("nan")}, ("rope_theta is nan",)),
         ("target", {"rms_norm_eps": float("inf")}, ("rms_norm_eps is inf", "a number from 1e-12 to 0.1")),
         ("target", {"rms_norm_eps": 1e-300}, ("rms_norm_eps is 1e-300",)),
-        ("target", {"max_position_embeddings": 10**15}, ("max_position_embeddings is 1000", "from 1 to 262144")),
+        ("target", {"max_position_embeddings": 10**15}, ("max_position_embeddings is 1000", "from 3 to 262144")),
         ("target", {"num_hidden_layers": 10**9, "first_k_dense_replace": 10**9}, ("num_hidden_layers is 1000000000",)),
         ("target", {"qk_rope_head_dim": 3}, ("qk_rope_head_dim is 3", "an even number from 1")),
         (
@@ -434,6 +434,7 @@ def assert_refused(folder: Path, *words: str) -> None:
         ("drafter", {"block_size": 66}, ("block_size is 66", "a whole number from 2 to 65")),
         ("drafter", {"block_size": 1}, ("block_size is 1", "from 2 to 65")),
         ("drafter", {"max_position_embeddings": 10**15}, ("max_position_embeddings is 1000",)),
+        ("drafter", {"max_position_embeddings": 2}, ("max_position_embeddings is 2", "from 3 to 262144")),
         ("drafter", {"rope_theta": 10**400}, ("rope_theta is 1000",)),
         ("drafter", {"rope_scaling": {"type": "yarn"}}, ("rope_scaling is {'type': 'yarn'}, needs None",)),
         ("drafter", {"rope_parameters": {"rope_type": "linear", "factor": 2}}, ("rope_parameters is {",)),

@@ -122,7 +122,7 @@ _DRAFTER_ONLY: dict[str, Any] = {
 # configuration says must not make us ask for more memory than there is.
 _RANGES: dict[str, tuple[float, float]] = {
     "num_hidden_layers": (1, 1024),
-    "max_position_embeddings": (1, 2**18),
+    "max_position_embeddings": (3, 2**18),  # the document's first token, one of a prompt, a new one
     "block_size": (2, MAX_DRAFT_LENGTH + 1),
     "eos_token_id": (0, 2**20),
     "mask_token_id": (0, 2**20),
