@@ -133,7 +133,7 @@ if not ON_GPU:
         new = np.empty(shape, numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else dtype)
         return self._allocations.setdefault((line.f_code.co_filename, line.f_lineno), new)
 
-    FakeCUDAShared.array = _one_array_for_all_threads
+    FakeCUDAShared.array = _one_array_for_all_threads  # type: ignore[method-assign]
 
     def _of_running_kernel(name: str) -> Any:
         kernel = _get_kernel_context()
