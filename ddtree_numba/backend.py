@@ -189,6 +189,8 @@ def as_stream(stream: Any) -> Any:
     handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", stream))
     if hasattr(handle, "__cuda_stream__"):
         handle = handle.__cuda_stream__()[1]
+    if not isinstance(handle, int):
+        raise TypeError(f"stream: got {type(stream).__name__}, needs a stream (Numba, torch, CuPy, cuda.core)")
     if not handle or not ON_GPU:
         return 0
     external = cuda.external_stream(int(handle))

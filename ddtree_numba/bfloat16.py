@@ -21,7 +21,7 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     >>> [hex(bits) for bits in to_bfloat16(np.array([1.0, -2.0, 1.00390625], np.float32)).tolist()]
     ['0x3f80', '0xc000', '0x3f80']
     """
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    bits = np.asarray(values, dtype=np.float32, order="C").view(np.uint32)
     # Half of the dropped range, less one when the kept part is even: a tie then rounds to even.
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     # The addition would carry a NaN's payload into its sign; a quiet NaN keeps it one.
@@ -35,7 +35,10 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
     >>> from_bfloat16(np.array([0x3F80, 0xC000], np.uint16)).tolist()
     [1.0, -2.0]
     """
-    return (np.asarray(bits, dtype=np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    bits = np.asarray(bits)
+    if bits.dtype != np.uint16:
+        raise TypeError(f"bits: got {bits.dtype}, needs uint16")
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 @cuda.jit(device=True)

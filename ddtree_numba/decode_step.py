@@ -125,6 +125,7 @@ class DecodeStep:
         """The accepted path of the round."""
         self.commit_status = cuda.device_array(batch, np.int32)
         """[B] int32: what the commit stage found, 0 when every row moved."""
+        self._drafted = False
         self._workspace = None
         if draft_length > 0 and best_candidates_version(self.k, vocab) == "fused":
             rows, multiprocessors = batch * draft_length, cuda.get_current_device().MULTIPROCESSOR_COUNT
@@ -137,6 +138,7 @@ class DecodeStep:
         """
         inputs = self._draft_inputs(logits, root_tokens, prefix_lengths)
         self._launch_draft(stream, *inputs)
+        self._drafted = True
         return self.tree, self.positions
 
     def _draft_inputs(self, logits: Any, root_tokens: Any, prefix_lengths: Any) -> Any:
@@ -179,6 +181,8 @@ class DecodeStep:
             "block_table": block_table,
             "prefix_lengths": prefix_lengths,
         }
+        if not self._drafted:
+            raise RuntimeError("commit: no tree has been drafted yet, call draft first")
         self._launch_commit(stream, *_on_device(arrays))
         return self.path
 

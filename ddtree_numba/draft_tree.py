@@ -91,7 +91,7 @@ def empty_tree(batch: int, budget: int) -> DraftTree:
     >>> empty_tree(2, 3).parents.shape
     (2, 4)
     """
-    budget = check_integer("budget", budget, 0, MAX_BUDGET)
+    batch, budget = check_integer("batch", batch, 0, 2**31 - 1), check_integer("budget", budget, 0, MAX_BUDGET)
     sizes = {"B": batch, "N": budget + 1, "W": mask_words(budget + 1)}
     return DraftTree(
         **{
@@ -132,6 +132,8 @@ def check_tree(tree: DraftTree, *, bits: bool = True) -> None:
     Traceback (most recent call last):
     ValueError: request 0, slot 2: parent 3 must be a smaller slot
     """
+    if not isinstance(tree, DraftTree):
+        raise TypeError(f"tree: got {type(tree).__name__}, needs a DraftTree")
     batch, _ = check_tree_arrays(tree)
     for request in range(batch):
         _check_request(DraftTree(*(field[request] for field in tree)), request, bits)
@@ -182,6 +184,7 @@ def _check_node(tree: DraftTree, slot: int) -> None:
         slot,
         f"depth {tree.depths[slot]} must be its parent's plus one, {expected}",
     )
+    _require(tree.token_ids[slot] >= 0, slot, f"token {tree.token_ids[slot]} must be 0 or more")
     _require(np.isfinite(tree.log_probs[slot]), slot, f"log-probability {tree.log_probs[slot]} must be finite")
 
 
@@ -238,12 +241,15 @@ def random_tree(
     `node_counts` [B] fixes the sizes, 1..budget + 1 each, else they are drawn. The shapes range from chains to stars.
     """
     tree = empty_tree(batch, budget)
+    vocab = check_integer("vocab", vocab, 1, 2**31 - 1)
     if node_counts is None:
         node_counts = rng.integers(1, budget + 2, size=batch)
+    if len(node_counts) != batch:
+        raise ValueError(f"node_counts: got {len(node_counts)} sizes, needs {batch}, one a request")
     for request, count in enumerate(node_counts):
         count = check_integer(f"node_counts[{request}]", count, 1, budget + 1)
         # A small spread always extends the newest nodes (chains), a large one any node (stars and bushes).
-        spread = int(rng.integers(1, count + 1))
+        spread = int(count ** rng.random())
         _grow(rng, DraftTree(*(field[request] for field in tree)), count, spread, vocab, max_depth)
         tree.node_count[request] = count
     return tree
@@ -254,8 +260,11 @@ def _grow(rng: np.random.Generator, tree: DraftTree, count: int, spread: int, vo
     children: list[list[int]] = [[] for _ in range(count)]
     tree.token_ids[0], tree.log_probs[0] = rng.integers(vocab), 0.0
     tree.ancestor_bits[0, 0] = 1
+    able = [0] if max_depth > 0 else []  # slots that may have one more child, oldest first
     for slot in range(1, count):
-        parent = _pick_parent(rng, tree, children, slot, spread, vocab, max_depth)
+        if not able:
+            raise ValueError(f"node_counts: no tree of {slot + 1} nodes has vocab={vocab} and max_depth={max_depth}")
+        parent = able[-int(rng.integers(1, min(spread, len(able)) + 1))]
         siblings = children[parent]
         taken = {int(tree.token_ids[s]) for s in siblings}
         token = int(rng.integers(vocab))
@@ -270,20 +279,9 @@ def _grow(rng: np.random.Generator, tree: DraftTree, count: int, spread: int, vo
         else:
             tree.first_child[parent] = slot
         siblings.append(slot)
+        if len(siblings) == vocab:
+            able.remove(parent)
+        if tree.depths[slot] < max_depth:
+            able.append(slot)
         tree.ancestor_bits[slot] = tree.ancestor_bits[parent]
         tree.ancestor_bits[slot, slot // 32] |= np.uint32(1 << slot % 32)
-
-
-def _pick_parent(
-    rng: np.random.Generator,
-    tree: DraftTree,
-    children: list[list[int]],
-    slot: int,
-    spread: int,
-    vocab: int,
-    max_depth: int,
-) -> int:
-    able = [s for s in range(slot) if tree.depths[s] < max_depth and len(children[s]) < vocab]
-    if not able:
-        raise ValueError(f"node_counts: no tree of {slot + 1} nodes has vocab={vocab} and max_depth={max_depth}")
-    return able[-int(rng.integers(1, min(spread, len(able)) + 1))]

@@ -176,11 +176,9 @@ def test_reference_by_hand():
     rows = np.array([[0.0, 10.0], [1.0, 20.0], [0.0, 30.0], [1.0, 40.0]])  # prefix, root, child, child
     q = np.full((1, 3, 1, 2), [math.log(3), 0.0])
     bits = np.array([[[0b001], [0b011], [0b101]]], np.uint32)
-    counts = np.array([3])
+    table, prefix, counts = (np.array(numbers, np.int32) for numbers in ([[1, 3, 0, 2]], [1], [3]))
     pool = rows[[2, 0, 3, 1]].reshape(4, 1, 2)
-    out, lse = tree_attention_reference(
-        q, pool, np.array([[1, 3, 0, 2]]), np.array([1]), bits, counts, 1.0, latent_width=2
-    )
+    out, lse = tree_attention_reference(q, pool, table, prefix, bits, counts, 1.0, latent_width=2)
     # root: weights 1, 3; first child: 1, 3, 1; second child: 1, 3, 3
     np.testing.assert_allclose(out[0, :, 0, 0], [3 / 4, 3 / 5, 6 / 7], rtol=1e-14)
     np.testing.assert_allclose(out[0, :, 0, 1], [70 / 4, 100 / 5, 190 / 7], rtol=1e-14)

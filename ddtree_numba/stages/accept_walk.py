@@ -56,14 +56,14 @@ def accept_walk_reference(tree: DraftTree, target_tokens: np.ndarray, draft_leng
     `draft_length` is L, N - 1 when None; a path that wants to go deeper stops there with `STATUS_TOO_DEEP`.
     Verification of a draft tree as in DDTree, arXiv 2604.12989, by child and sibling links as in SGLang.
 
-    >>> tree = DraftTree(*np.zeros((8, 1, 4), np.int32))._replace(node_count=np.array([4], np.int32))
+    >>> from ddtree_numba.draft_tree import empty_tree
+    >>> tree = empty_tree(batch=1, budget=3)._replace(node_count=np.array([4], np.int32))
     >>> tree.token_ids[0], tree.first_child[0], tree.next_sibling[0] = [9, 5, 7, 6], [1, -1, 3, -1], [-1, 2, -1, -1]
     >>> path = accept_walk_reference(tree, np.array([[7, 0, 6, 8]], np.int32))
     >>> path.accept_slots.tolist(), path.accept_tokens.tolist(), path.accept_count.tolist()
     ([[0, 2, 3, -1]], [[7, 6, 8, -1]], [3])
     """
-    batch, slots = target_tokens.shape
-    length = slots - 1 if draft_length is None else draft_length
+    batch, length = _check_walk(tree, target_tokens, draft_length)
     path = AcceptedPath(
         np.full((batch, length + 1), -1, np.int32),
         np.full((batch, length + 1), -1, np.int32),
@@ -187,16 +187,9 @@ def accept_walk(
     Raises `TypeError` for what is no `DraftTree`, no array, of another dtype or a mix of NumPy and device,
     `ValueError` for a wrong shape or layout. A broken tree is no error but a bit in the request's status.
     """
-    if not isinstance(tree, DraftTree):
-        raise TypeError(f"tree: got {type(tree).__name__}, needs a DraftTree")
+    batch, length = _check_walk(tree, target_tokens, draft_length)
     if out is not None and not isinstance(out, AcceptedPath):
         raise TypeError(f"out: got {type(out).__name__}, needs an AcceptedPath")
-    check = ArrayCheck()
-    batch, slots = check_tree_arrays(tree, check)
-    check("target_tokens", target_tokens, "B N", (np.int32,))
-    check_integer("B of tree", batch, 1, 2**31 - 1)
-    length = slots - 1 if draft_length is None else check_integer("draft_length", draft_length, 0, MAX_BUDGET)
-
     inputs = {f"tree.{name}": array for name, array in tree._asdict().items()}
     transfer = Transfer(stream, {**inputs, "target_tokens": target_tokens})
     shapes = {"accept_slots": (batch, length + 1), "accept_tokens": (batch, length + 1)}
@@ -210,3 +203,14 @@ def accept_walk(
     launch = accept_walk_kernel[-(-batch // threads), threads, transfer.stream]
     launch(DraftTree(*map(transfer.input, tree)), transfer.input(target_tokens), path)
     return AcceptedPath(*transfer.finish(*path))
+
+
+def _check_walk(tree: Any, target_tokens: Any, draft_length: Any) -> tuple[int, int]:
+    """Return B and L of the walk's arguments; raise naming the one that is wrong."""
+    if not isinstance(tree, DraftTree):
+        raise TypeError(f"tree: got {type(tree).__name__}, needs a DraftTree")
+    check = ArrayCheck()
+    batch, slots = check_tree_arrays(tree, check)
+    check("target_tokens", target_tokens, "B N", (np.int32,))
+    check_integer("B of tree", batch, 1, 2**31 - 1)
+    return batch, slots - 1 if draft_length is None else check_integer("draft_length", draft_length, 0, MAX_BUDGET)

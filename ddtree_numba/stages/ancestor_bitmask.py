@@ -39,7 +39,7 @@ def ancestor_bitmask_reference(parents: np.ndarray, node_count: np.ndarray) -> t
     >>> [f"{row:04b}" for row in bits[0, :, 0].tolist()], status.tolist()
     (['0001', '0011', '0101', '1011'], [0])
     """
-    batch, slots = parents.shape
+    batch, slots = _check_links(parents, node_count)
     words = mask_words(slots)
     bits = np.zeros((batch, slots, words), np.uint32)
     status = np.full(batch, STATUS_OK, np.int32)
@@ -118,11 +118,7 @@ def ancestor_bitmask(
     Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
     shape or layout. A broken link is no error but `STATUS_BROKEN_LINK` in the request's status.
     """
-    check = ArrayCheck()
-    batch, slots = check("parents", parents, "B N", (np.int32,))
-    check("node_count", node_count, "B", (np.int32,))
-    check_integer("B of parents", batch, 1, 2**31 - 1)
-    check_integer("N of parents", slots, 1, MAX_BUDGET + 1)
+    batch, slots = _check_links(parents, node_count)
     if out is not None and not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"out: got {type(out).__name__}, needs a tuple (ancestor_bits, status)")
 
@@ -144,6 +140,7 @@ def positions_reference(depths: np.ndarray, prefix_lengths: np.ndarray) -> np.nd
     >>> positions_reference(np.array([[0, 1, 1, 2]], np.int32), np.array([10], np.int32)).tolist()
     [[10, 11, 11, 12]]
     """
+    _check_depths(depths, prefix_lengths)
     return (prefix_lengths[:, None] + depths).astype(np.int32)
 
 
@@ -173,13 +170,27 @@ def positions(depths: Any, prefix_lengths: Any, *, out: Any = None, stream: Any 
     Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
     shape or layout.
     """
-    check = ArrayCheck()
-    batch, slots = check("depths", depths, "B N", (np.int32,))
-    check("prefix_lengths", prefix_lengths, "B", (np.int32,))
-    check_integer("B of depths", batch, 1, 2**31 - 1)
-    check_integer("N of depths", slots, 1, MAX_BUDGET + 1)
+    batch, slots = _check_depths(depths, prefix_lengths)
     transfer = Transfer(stream, {"depths": depths, "prefix_lengths": prefix_lengths})
     result = transfer.output("positions", out, (batch, slots), np.int32)
     launch = positions_kernel[batch, block_threads(128, simulator=1), transfer.stream]
     launch(transfer.input(depths), transfer.input(prefix_lengths), result)
     return transfer.finish(result)[0]
+
+
+def _check_links(parents: Any, node_count: Any) -> tuple[int, int]:
+    """Return B and N of the bitmask's arguments; raise naming the one that is wrong."""
+    check = ArrayCheck()
+    batch, slots = check("parents", parents, "B N", (np.int32,))
+    check("node_count", node_count, "B", (np.int32,))
+    check_integer("B of parents", batch, 1, 2**31 - 1)
+    return batch, check_integer("N of parents", slots, 1, MAX_BUDGET + 1)
+
+
+def _check_depths(depths: Any, prefix_lengths: Any) -> tuple[int, int]:
+    """Return B and N of the positions' arguments; raise naming the one that is wrong."""
+    check = ArrayCheck()
+    batch, slots = check("depths", depths, "B N", (np.int32,))
+    check("prefix_lengths", prefix_lengths, "B", (np.int32,))
+    check_integer("B of depths", batch, 1, 2**31 - 1)
+    return batch, check_integer("N of depths", slots, 1, MAX_BUDGET + 1)

@@ -45,16 +45,20 @@ def commit_kv_reference(
     `kv_pool` [layers, pages, page_size, D] of any dtype, `block_table` [B, max_pages], `prefix_lengths` [B],
     `accept_slots` [B, L + 1] and `accept_count` [B] int32, the last two as stage 5 gives them.
 
-    >>> pool = np.array([b"a", b"b", b"R", b"x", b"y", b"z", b"-", b"-"]).reshape(1, 4, 2, 1)  # pages of two rows
+    >>> pool = np.frombuffer(b"abRxyz--", np.uint8).reshape(1, 4, 2, 1).copy()  # pages of two rows
     >>> lengths = np.array([2], np.int32)
     >>> slots = np.array([[0, 2, 3]], np.int32)
     >>> table = np.array([[0, 1, 2, 3]], np.int32)
     >>> commit_kv_reference(pool, table, lengths, slots, np.array([3], np.int32)).tolist(), lengths.tolist()
     ([0], [5])
-    >>> b"".join(pool.ravel().tolist())
+    >>> pool.tobytes()
     b'abRyzz--'
     """
-    status = np.full(len(accept_count), STATUS_OK, np.int32)
+    batch, _ = _check_commit(kv_pool, block_table, prefix_lengths, accept_slots, accept_count)
+    for name, array in (("kv_pool", kv_pool), ("prefix_lengths", prefix_lengths)):
+        if not array.flags.writeable:
+            raise ValueError(f"{name}: got a read-only array, needs one that can be written")
+    status = np.full(batch, STATUS_OK, np.int32)
     page_size = kv_pool.shape[2]
     for b, count in enumerate(accept_count.tolist()):
         slots, prefix = accept_slots[b].tolist(), int(prefix_lengths[b])
@@ -213,19 +217,7 @@ def commit_kv(
     shape or layout. The contents of NumPy arrays are looked at first: what would give a request a status raises
     `ValueError` instead, and nothing changes.
     """
-    check = ArrayCheck()
-    layers, pages, page_size, width = check("kv_pool", kv_pool, "layers pages page_size D", _POOL_DTYPES)
-    batch, max_pages = check("block_table", block_table, "B max_pages", (np.int32,))
-    check("prefix_lengths", prefix_lengths, "B", (np.int32,))
-    columns = check("accept_slots", accept_slots, "B columns", (np.int32,))[1]
-    check("accept_count", accept_count, "B", (np.int32,))
-    check_integer("layers of kv_pool", layers, 1, 65535)
-    for size, what in ((pages, "pages"), (page_size, "page_size"), (width, "D")):
-        check_integer(f"{what} of kv_pool", size, 1, 2**31 - 1)
-    check_integer("B of block_table", batch, 1, 2**31 - 1)
-    check_integer("max_pages of block_table", max_pages, 1, 2**31 - 1)
-    check_integer("columns of accept_slots", columns, 1, MAX_BUDGET + 1)
-
+    batch, layers = _check_commit(kv_pool, block_table, prefix_lengths, accept_slots, accept_count)
     inputs = {"block_table": block_table, "accept_slots": accept_slots, "accept_count": accept_count}
     transfer = Transfer(stream, {"kv_pool": kv_pool, "prefix_lengths": prefix_lengths, **inputs})
     if transfer.on_host:
@@ -242,3 +234,22 @@ def commit_kv(
     advance_lengths_kernel[-(-batch // threads), threads, transfer.stream](*arguments)
     commit_kv_kernel[(batch, layers), block_threads(128, simulator=4), transfer.stream](*arguments)
     return transfer.finish(status, pool, lengths)[0]
+
+
+def _check_commit(
+    kv_pool: Any, block_table: Any, prefix_lengths: Any, accept_slots: Any, accept_count: Any
+) -> tuple[int, int]:
+    """Return B and the layers of the stage's arguments; raise naming the one that is wrong."""
+    check = ArrayCheck()
+    layers, pages, page_size, width = check("kv_pool", kv_pool, "layers pages page_size D", _POOL_DTYPES)
+    batch, max_pages = check("block_table", block_table, "B max_pages", (np.int32,))
+    check("prefix_lengths", prefix_lengths, "B", (np.int32,))
+    columns = check("accept_slots", accept_slots, "B columns", (np.int32,))[1]
+    check("accept_count", accept_count, "B", (np.int32,))
+    check_integer("layers of kv_pool", layers, 1, 65535)
+    for size, what in ((pages, "pages"), (page_size, "page_size"), (width, "D")):
+        check_integer(f"{what} of kv_pool", size, 1, 2**31 - 1)
+    check_integer("B of block_table", batch, 1, 2**31 - 1)
+    check_integer("max_pages of block_table", max_pages, 1, 2**31 - 1)
+    check_integer("columns of accept_slots", columns, 1, MAX_BUDGET + 1)
+    return batch, layers

@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
+from ddtree_numba.arguments import Transfer
 from ddtree_numba.backend import ON_GPU, cuda
-from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
+from ddtree_numba.draft_tree import DraftTree, empty_tree
 from ddtree_numba.stages.best_first_tree.one_thread import build_tree_kernel, launch_one_thread
-from ddtree_numba.stages.best_first_tree.reference import build_tree_reference
+from ddtree_numba.stages.best_first_tree.reference import MAX_DRAFT_LENGTH, build_tree_reference, check_candidates
 from ddtree_numba.stages.best_first_tree.warp import launch_warp
 
 __all__ = ["MAX_DRAFT_LENGTH", "VERSIONS", "best_version", "build_tree", "build_tree_kernel", "build_tree_reference"]
@@ -35,9 +33,6 @@ _LAUNCHERS: dict[str, Callable[..., None]] = {"one_thread": launch_one_thread, "
 
 VERSIONS: tuple[str, ...] = tuple(_LAUNCHERS)
 """The rungs of the ladder, slowest first."""
-
-MAX_DRAFT_LENGTH = 64
-"""The largest number of depths."""
 
 
 def best_version() -> str:
@@ -69,14 +64,7 @@ def build_tree(
     Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
     shape or layout, a number out of range or an unknown version.
     """
-    check = ArrayCheck()
-    batch, depths, candidates = check("log_probs", log_probs, "B L K", (np.float32,))
-    check("token_ids", token_ids, "B L K", (np.int32,))
-    check("root_tokens", root_tokens, "B", (np.int32,))
-    check_integer("B of log_probs", batch, 1, 2**31 - 1)
-    check_integer("L of log_probs", depths, 0, MAX_DRAFT_LENGTH)
-    check_integer("K of log_probs", candidates, 1, 2**31 - 1)
-    budget = check_integer("budget", budget, 0, MAX_BUDGET)
+    batch, _, _, budget = check_candidates(log_probs, token_ids, root_tokens, budget)
     if version == "auto":
         version = best_version()
     if version not in VERSIONS:

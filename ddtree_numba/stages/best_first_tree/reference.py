@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import Any
 
 import numpy as np
 
-from ddtree_numba.draft_tree import DraftTree, empty_tree
+from ddtree_numba.arguments import ArrayCheck, check_integer
+from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
 
-__all__ = ["build_tree_reference"]
+__all__ = ["MAX_DRAFT_LENGTH", "build_tree_reference", "check_candidates"]
+
+MAX_DRAFT_LENGTH = 64
+"""The largest number of depths."""
 
 
 def build_tree_reference(
@@ -26,7 +31,8 @@ def build_tree_reference(
     >>> tree.token_ids.tolist(), tree.parents.tolist()
     ([[3, 7, 5, 8]], [[-1, 0, 1, 0]])
     """
-    tree = empty_tree(len(root_tokens), budget)
+    batch, _, _, budget = check_candidates(log_probs, token_ids, root_tokens, budget)
+    tree = empty_tree(batch, budget)
     for b, root_token in enumerate(root_tokens.tolist()):
         nodes = _grow(log_probs[b].tolist(), token_ids[b].tolist(), root_token, budget)
         fields = (tree.token_ids, tree.parents, tree.depths, tree.first_child, tree.next_sibling, tree.log_probs)
@@ -62,3 +68,15 @@ def _grow(lp: list[list[float]], ids: list[list[int]], root_token: int, budget: 
         if depth < len(lp):
             offer(score, (*path, 0), slot, -1)
     return nodes
+
+
+def check_candidates(log_probs: Any, token_ids: Any, root_tokens: Any, budget: Any) -> tuple[int, int, int, int]:
+    """Return B, L, K and the budget of the stage's arguments; raise naming the one that is wrong."""
+    check = ArrayCheck()
+    batch, depths, candidates = check("log_probs", log_probs, "B L K", (np.float32,))
+    check("token_ids", token_ids, "B L K", (np.int32,))
+    check("root_tokens", root_tokens, "B", (np.int32,))
+    check_integer("B of log_probs", batch, 1, 2**31 - 1)
+    check_integer("L of log_probs", depths, 0, MAX_DRAFT_LENGTH)
+    check_integer("K of log_probs", candidates, 1, 2**31 - 1)
+    return batch, depths, candidates, check_integer("budget", budget, 0, MAX_BUDGET)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
+from ddtree_numba.arguments import Transfer, check_integer
 from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.stages.top_candidates.block_per_row import launch_block_per_row, top_candidates_kernel
 from ddtree_numba.stages.top_candidates.fused import MAX_CANDIDATES, Workspace, launch_fused
-from ddtree_numba.stages.top_candidates.reference import top_candidates_reference
+from ddtree_numba.stages.top_candidates.reference import check_logits, top_candidates_reference
 
 __all__ = [
     "VERSIONS",
@@ -70,10 +70,7 @@ def top_candidates(
     Raises `TypeError` for what is no array or of another dtype, `ValueError` for a wrong shape or layout, a `k` below
     1 (with `fused`: above 64) or an unknown version.
     """
-    batch, depths, vocab = ArrayCheck()("logits", logits, "B L V", (np.float32, np.float16, np.uint16))
-    check_integer("B of logits", batch, 1, 2**31 - 1)
-    check_integer("V of logits", vocab, 1, 2**31 - 1)
-    candidates = min(check_integer("k", k, 1, 2**31 - 1), vocab)
+    batch, depths, vocab, candidates = check_logits(logits, k)
     if version == "auto":
         version = best_version(candidates, vocab)
     if version not in VERSIONS:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ddtree_numba.arguments import ArrayCheck, check_integer
 from ddtree_numba.bfloat16 import from_bfloat16
 
-__all__ = ["top_candidates_reference"]
+__all__ = ["check_logits", "top_candidates_reference"]
 
 
 def top_candidates_reference(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -19,10 +22,10 @@ def top_candidates_reference(logits: np.ndarray, k: int) -> tuple[np.ndarray, np
     >>> token_ids.tolist(), np.exp(log_probs).tolist()
     ([[[1, 0]]], [[[0.5, 0.25]]])
     """
+    k = check_logits(logits, k)[3]
     logits = from_bfloat16(logits) if logits.dtype == np.uint16 else logits.astype(np.float32, copy=False)
     invalid = (np.isnan(logits) | np.isposinf(logits)).any(axis=-1, keepdims=True)
     logits = np.where(invalid, np.float32(-np.inf), logits)
-    k = min(k, logits.shape[-1])
     token_ids = np.argsort(-logits, axis=-1, kind="stable")[..., :k].astype(np.int32)
 
     largest = logits.max(axis=-1, keepdims=True).astype(np.float64)
@@ -34,3 +37,11 @@ def top_candidates_reference(logits: np.ndarray, k: int) -> tuple[np.ndarray, np
     log_probs = np.subtract(best, log_total, out=best, where=np.isfinite(best))
     with np.errstate(over="ignore"):
         return log_probs.astype(np.float32), token_ids
+
+
+def check_logits(logits: Any, k: Any) -> tuple[int, int, int, int]:
+    """Return B, L, V and K of the stage's arguments; raise naming the one that is wrong."""
+    batch, depths, vocab = ArrayCheck()("logits", logits, "B L V", (np.float32, np.float16, np.uint16))
+    check_integer("B of logits", batch, 1, 2**31 - 1)
+    check_integer("V of logits", vocab, 1, 2**31 - 1)
+    return batch, depths, vocab, min(check_integer("k", k, 1, 2**31 - 1), vocab)

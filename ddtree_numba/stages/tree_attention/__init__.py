@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
-from ddtree_numba.draft_tree import mask_words
+from ddtree_numba.arguments import Transfer
 from ddtree_numba.stages.tree_attention.naive import launch_naive
 from ddtree_numba.stages.tree_attention.ping_pong import launch_ping_pong
-from ddtree_numba.stages.tree_attention.reference import check_pages, tree_attention_reference
+from ddtree_numba.stages.tree_attention.reference import check_arguments, check_pages, tree_attention_reference
 from ddtree_numba.stages.tree_attention.shared_tile import launch_shared_tile
 from ddtree_numba.stages.tree_attention.split_kv import launch_split_kv
 from ddtree_numba.stages.tree_attention.tensor_core import launch_tensor_core, why_not
@@ -38,7 +37,6 @@ VERSIONS: tuple[str, ...] = tuple(version for version in _LAUNCHERS if version n
 """The rungs of the ladder that run anywhere, slowest first."""
 
 _INPUTS = ("q", "kv_pool", "block_table", "prefix_lengths", "ancestor_bits", "node_count")
-_MAX_GRID = 65535
 
 
 def tree_attention(
@@ -69,8 +67,8 @@ def tree_attention(
     can't be: there such a row is not seen, and nothing outside the arrays is read.
     """
     given = dict(zip(_INPUTS, (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count), strict=True))
-    B, N, H, D_c = _check_arguments(given, scale, latent_width)
-    if version != "auto" and version not in _LAUNCHERS:
+    B, N, H, D_c = check_arguments(given, scale, latent_width)
+    if version != "auto" and version not in (*_LAUNCHERS,):
         raise ValueError(f"version: got {version!r}, needs {' or '.join(map(repr, [*_LAUNCHERS, 'auto']))}")
     if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 2):
         raise TypeError(f"out: got {type(out).__name__}, needs a pair of arrays (out, lse)")
@@ -90,28 +88,3 @@ def tree_attention(
         launch(*on_device, np.float32(scale), is_bfloat16, result, lse, stream=transfer.stream)
     attended, log_sum_exp = transfer.finish(result, lse)
     return attended, log_sum_exp
-
-
-def _check_arguments(arrays: dict[str, Any], scale: float, latent_width: int) -> tuple[int, int, int, int]:
-    """Return B, N, H, D_c when shapes and dtypes fit together."""
-    check = ArrayCheck()
-    floats = (np.float32, np.float16, np.uint16)
-    B, N, H, D = check("q", arrays["q"], "B N H D", floats)
-    pool = check("kv_pool", arrays["kv_pool"], "* * D", (np.dtype(arrays["q"].dtype),))
-    table = check("block_table", arrays["block_table"], "B *", (np.int32,))
-    check("prefix_lengths", arrays["prefix_lengths"], "B", (np.int32,))
-    words = check("ancestor_bits", arrays["ancestor_bits"], "B N *", (np.uint32,))[2]
-    check("node_count", arrays["node_count"], "B", (np.int32,))
-    if words != mask_words(N):
-        raise ValueError(f"ancestor_bits: got {words} words a row, needs {mask_words(N)} for {N} slots")
-    if min(pool) == 0:
-        raise ValueError(f"kv_pool: got shape {pool}, needs at least one page of one row")
-    if table[1] == 0:
-        raise ValueError(f"block_table: got shape {table}, needs at least one page a request")
-    if max(B, N) > _MAX_GRID:
-        raise ValueError(f"q: got {B} requests of {N} slots, needs at most {_MAX_GRID} of each")
-    if not isinstance(scale, (int, float, np.integer, np.floating)):
-        raise TypeError(f"scale: got {type(scale).__name__}, needs a number")
-    if not np.isfinite(scale):
-        raise ValueError(f"scale: got {scale}, needs a finite number")
-    return B, N, H, check_integer("latent_width", latent_width, 1, D)

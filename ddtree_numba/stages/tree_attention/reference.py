@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ddtree_numba.arguments import ArrayCheck, check_integer
 from ddtree_numba.bfloat16 import from_bfloat16
+from ddtree_numba.draft_tree import mask_words
+
+INPUTS = ("q", "kv_pool", "block_table", "prefix_lengths", "ancestor_bits", "node_count")
+MAX_GRID = 65535
+FLOATS = (np.float32, np.float16, np.uint16)
 
 
 def tree_attention_reference(
@@ -30,14 +38,15 @@ def tree_attention_reference(
     ``scale``: multiplies the dot product; ``latent_width``: D_c
 
     Returns ``out`` (B, N, H, D_c) and ``lse`` (B, N, H), the natural logarithm of the softmax denominator, both
-    float64. A node that sees nothing gives 0 and -inf. Every dtype is widened first; uint16 is bfloat16.
+    float64. A node that sees nothing gives 0 and -inf. Every dtype is widened first; uint16 is bfloat16, and float64 is
+    taken here though no kernel has it.
 
     Source: the absorbed form of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) under the
     ancestor-only mask of tree verification (DDTree, arXiv 2604.12989).
 
-    >>> q = np.zeros((1, 2, 1, 3))                              # zero queries: the plain mean of what is seen
-    >>> kv_pool = np.arange(12.0).reshape(2, 2, 3)
-    >>> table, prefix, count = np.array([[1, 0]]), np.array([1]), np.array([2])
+    >>> q = np.zeros((1, 2, 1, 3), np.float32)                  # zero queries: the plain mean of what is seen
+    >>> kv_pool = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    >>> table, prefix, count = np.array([[1, 0]], np.int32), np.array([1], np.int32), np.array([2], np.int32)
     >>> bits = np.array([[[0b01], [0b11]]], np.uint32)          # root, and a child that sees root and itself
     >>> out, lse = tree_attention_reference(q, kv_pool, table, prefix, bits, count, 1.0, latent_width=2)
     >>> out[0, :, 0]                                            # rows of the request: 6 7, 9 10, 0 1
@@ -46,6 +55,8 @@ def tree_attention_reference(
     >>> np.exp(lse[0, :, 0]).round(6)
     array([2., 3.])
     """
+    arrays = (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count)
+    check_arguments(dict(zip(INPUTS, arrays, strict=True)), scale, latent_width, (*FLOATS, np.float64))
     check_pages(block_table, prefix_lengths, node_count, kv_pool.shape[0], kv_pool.shape[1], q.shape[1])
     batch, nodes, heads, _ = q.shape
     out = np.zeros((batch, nodes, heads, latent_width))
@@ -57,6 +68,32 @@ def tree_attention_reference(
             in_tree = _unpack_bits(ancestor_bits[b, :used], used)
             out[b, :used], lse[b, :used] = _attend(_widen(q[b, :used]), keys, in_tree, scale, latent_width)
     return out, lse
+
+
+def check_arguments(
+    arrays: dict[str, Any], scale: float, latent_width: int, floats: tuple[Any, ...] = FLOATS
+) -> tuple[int, int, int, int]:
+    """Return B, N, H, D_c when shapes and dtypes fit together."""
+    check = ArrayCheck()
+    B, N, H, D = check("q", arrays["q"], "B N H D", floats)
+    pool = check("kv_pool", arrays["kv_pool"], "* * D", (np.dtype(arrays["q"].dtype),))
+    table = check("block_table", arrays["block_table"], "B *", (np.int32,))
+    check("prefix_lengths", arrays["prefix_lengths"], "B", (np.int32,))
+    words = check("ancestor_bits", arrays["ancestor_bits"], "B N *", (np.uint32,))[2]
+    check("node_count", arrays["node_count"], "B", (np.int32,))
+    if words != mask_words(N):
+        raise ValueError(f"ancestor_bits: got {words} words a row, needs {mask_words(N)} for {N} slots")
+    if min(pool) == 0:
+        raise ValueError(f"kv_pool: got shape {pool}, needs at least one page of one row")
+    if table[1] == 0:
+        raise ValueError(f"block_table: got shape {table}, needs at least one page a request")
+    if max(B, N) > MAX_GRID:
+        raise ValueError(f"q: got {B} requests of {N} slots, needs at most {MAX_GRID} of each")
+    if not isinstance(scale, (int, float, np.integer, np.floating)):
+        raise TypeError(f"scale: got {type(scale).__name__}, needs a number")
+    if not abs(scale) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"scale: got {scale}, needs a finite number that float32 holds")
+    return B, N, H, check_integer("latent_width", latent_width, 1, D)
 
 
 def check_pages(
