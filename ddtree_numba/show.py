@@ -80,10 +80,11 @@ def bitmask_picture(tree: DraftTree, positions: np.ndarray, label: Label = byte_
     """
     used = int(tree.node_count)
     grid = Table(box=None, pad_edge=False, show_edge=False)
-    grid.add_column("slot", justify="right", style=_QUIET)
-    grid.add_column("token")
-    grid.add_column("position", justify="right")
-    grid.add_column("sees slot 0 … " + str(used - 1), no_wrap=True)
+    grid.add_column("slot", justify="right", style=_QUIET, no_wrap=True)
+    grid.add_column("token", no_wrap=True)
+    grid.add_column("position", justify="right", no_wrap=True)
+    # Where a row of bits is longer than the line is wide it goes on below: a cut row would hide what a node sees.
+    grid.add_column("sees slot 0 … " + str(used - 1), overflow="fold")
     for slot in range(used):
         row = [bool(int(tree.ancestor_bits[slot, j // 32]) >> j % 32 & 1) for j in range(used)]
         cells = Text("".join("█" if seen else "·" for seen in row))
@@ -115,5 +116,6 @@ def walk_picture(
             text.append(f": {'no child holds it' if drafted else 'no child here'}, the bonus token")
         lines.append(text)
     emitted = " ".join(label(int(token)) for token in accept_tokens)
-    lines.append(Text(f"{len(accept_tokens)} tokens from one pass of the target: {emitted}", style="bold"))
+    count = "1 token" if len(accept_tokens) == 1 else f"{len(accept_tokens)} tokens"
+    lines.append(Text(f"{count} from one pass of the target: {emitted}", style="bold"))
     return Group(*lines)

@@ -321,9 +321,17 @@ def test_tree_shows_one_round(folder):
         label = re.escape(show.byte_label(int(first.tree.token_ids[0, slot])))
         row = "".join("█" if int(first.tree.ancestor_bits[0, slot, 0]) >> j & 1 else "·" for j in range(10))
         assert re.search(rf"^ +{slot} +{label} +{position} +{row}", text, re.MULTILINE), (slot, text)
-    count = len(first.tokens)
-    assert f"{count} tokens from one pass of the target" in text and "the bonus token" in text
+    count = "1 token" if len(first.tokens) == 1 else f"{len(first.tokens)} tokens"
+    assert f"{count} from one pass of the target" in text and "the bonus token" in text
     assert "backend: numpy" in done.stderr.decode()
+
+
+def test_a_row_of_bits_longer_than_the_line_is_not_cut(folder):
+    done = ddtree("tree", "def f(", "--budget", 99, "--model", folder)
+    bits = done.stdout.decode().partition("Who sees whom")[2].partition("The walk")[0]
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("[█·]", bits)) == 100 * 100
+    assert "position" in bits and "…" not in bits.partition("\n")[2].replace("slot 0 …", "")
 
 
 def test_tree_of_a_later_round(folder):

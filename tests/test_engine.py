@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -354,15 +355,28 @@ def test_other_backend_of_kernels_is_refused(tiny):
     [
         ([], 5, "prompt: got 0 tokens, needs 1 to 79 tokens"),
         ([1] * 80, 5, "prompt: got 80 tokens, needs 1 to 79 tokens"),
-        ([1, 258], 5, "prompt: got token 258, needs tokens from 0 to 257"),
-        ([1, -1], 5, "prompt: got token -1, needs tokens from 0 to 257"),
+        ([1, 258], 5, "prompt[1]: got 258, needs a whole number from 0 to 257"),
+        ([1, -1], 5, "prompt[1]: got -1, needs a whole number from 0 to 257"),
+        ([1.5], 5, "prompt[0]: got 1.5, needs a whole number from 0 to 257"),
+        ([2, True], 5, "prompt[1]: got True, needs a whole number from 0 to 257"),
+        ([None], 5, "prompt[0]: got None, needs a whole number from 0 to 257"),
+        ("abc", 5, "prompt: got str, needs a sequence of token ids (encode_text gives one)"),
+        (None, 5, "prompt: got NoneType, needs a sequence of token ids"),
+        (7, 5, "prompt: got int, needs a sequence of token ids"),
+        (np.zeros((2, 3), np.int32), 5, "prompt: got ndarray, needs a sequence of token ids"),
         ([1], 0, "max_new_tokens: got 0, needs a whole number from 1"),
+        ([1], 2**31, "max_new_tokens: got 2147483648, needs a whole number from 1 to 2147483647"),
     ],
 )
 def test_decode_refuses_before_it_starts(tiny, prompt, count, message):
     decoder = Decoder(tiny)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         decoder.decode(prompt, count)
+
+
+def test_prompt_may_be_an_array(tiny):
+    rounds = Decoder(tiny).decode(np.array(TINY_PROMPT, np.int64), 8)
+    assert tokens_of(rounds) == tokens_of(decode(tiny, "tree", TINY_PROMPT, 8))
 
 
 def test_stop_token_is_the_document_token():

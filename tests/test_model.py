@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import types
 from functools import lru_cache
 from pathlib import Path
@@ -311,6 +312,21 @@ def test_packed_product_of_strided_rows(rng):
         np.testing.assert_array_equal(matrix(view), matrix(np.ascontiguousarray(view)))
 
 
+@pytest.mark.parametrize("fault", [RuntimeError, EOFError, OSError, pickle.UnpicklingError, AttributeError])
+def test_compiles_without_its_cache_when_that_cannot_be_used(monkeypatch, fault):
+    real = packed_matrix.njit
+
+    def broken(signature, cache=False):
+        if cache:
+            raise fault("no room, no rights, or a damaged file")
+        return real(signature)
+
+    monkeypatch.setattr(packed_matrix, "njit", broken)
+    out = np.empty((1, 32), np.float32)
+    packed_matrix._compiled.__wrapped__()(np.ones((2, 3, 16), np.float32), np.ones((1, 3), np.float32), out)
+    assert out.tolist() == [[3.0] * 32]
+
+
 def test_panels_may_be_strided(rng):
     values = rng.standard_normal((21, 64)).astype(np.float32)
     weights = rng.standard_normal((21, 5)).astype(np.float32)
@@ -383,15 +399,47 @@ def assert_refused(folder: Path, *words: str) -> None:
     "part, changes, words",
     [
         ("target", {"hidden_size": ""}, ("target/config.json", "hidden_size is missing")),
-        ("target", {"hidden_size": "24"}, ("hidden_size is '24'", "positive whole number")),
-        ("target", {"kv_lora_rank": 0}, ("kv_lora_rank is 0", "positive whole number")),
-        ("target", {"rope_theta": -1.0}, ("rope_theta is -1.0", "positive number")),
+        ("target", {"hidden_size": "24"}, ("hidden_size is '24'", "a whole number from 1 to 1048576")),
+        ("target", {"kv_lora_rank": 0}, ("kv_lora_rank is 0", "a whole number from 1")),
+        ("target", {"rope_theta": -1.0}, ("rope_theta is -1.0", "a number from 1 to 1e+09")),
         ("target", {"num_hidden_layers": True}, ("num_hidden_layers is True",)),
         ("target", {"model_type": "llama"}, ("model_type is 'llama'", "needs 'deepseek_v3'")),
         ("target", {"rope_scaling": {"type": "yarn"}}, ("rope_scaling is", "needs None")),
         ("target", {"rope_interleave": False}, ("rope_interleave is False", "needs True")),
         ("target", {"tie_word_embeddings": False}, ("tie_word_embeddings is False",)),
         ("target", {"first_k_dense_replace": 1}, ("first_k_dense_replace is 1", "no experts")),
+        ("target", {"first_k_dense_replace": "x"}, ("first_k_dense_replace is 'x', needs 3", "no experts")),
+        ("target", {"first_k_dense_replace": None}, ("first_k_dense_replace is None, needs 3",)),
+        ("target", {"architectures": ["LlamaForCausalLM"]}, ("architectures is ['LlamaForCausalLM']", "needs ['Deep")),
+        ("target", {"rope_theta": 10**400}, ("rope_theta is 1000", "a number from 1 to 1e+09")),
+        ("target", {"rope_theta": float("inf")}, ("rope_theta is inf",)),
+        ("target", {"rope_theta": float("nan")}, ("rope_theta is nan",)),
+        ("target", {"rms_norm_eps": float("inf")}, ("rms_norm_eps is inf", "a number from 1e-12 to 0.1")),
+        ("target", {"rms_norm_eps": 1e-300}, ("rms_norm_eps is 1e-300",)),
+        ("target", {"max_position_embeddings": 10**15}, ("max_position_embeddings is 1000", "from 1 to 262144")),
+        ("target", {"num_hidden_layers": 10**9, "first_k_dense_replace": 10**9}, ("num_hidden_layers is 1000000000",)),
+        ("target", {"qk_rope_head_dim": 3}, ("qk_rope_head_dim is 3", "an even number from 1")),
+        (
+            "target",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            ("rope_parameters is {", "'default'"),
+        ),
+        (
+            "target",
+            {"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}},
+            ("rope_parameters is {", "'default' alone"),
+        ),
+        ("target", {"rope_parameters": [1]}, ("rope_parameters is [1]",)),
+        ("drafter", {"block_size": 10**12}, ("block_size is 1000000000000", "a whole number from 2 to 65")),
+        ("drafter", {"block_size": 66}, ("block_size is 66", "a whole number from 2 to 65")),
+        ("drafter", {"block_size": 1}, ("block_size is 1", "from 2 to 65")),
+        ("drafter", {"max_position_embeddings": 10**15}, ("max_position_embeddings is 1000",)),
+        ("drafter", {"rope_theta": 10**400}, ("rope_theta is 1000",)),
+        ("drafter", {"rope_scaling": {"type": "yarn"}}, ("rope_scaling is {'type': 'yarn'}, needs None",)),
+        ("drafter", {"rope_parameters": {"rope_type": "linear", "factor": 2}}, ("rope_parameters is {",)),
+        ("drafter", {"attention_bias": True}, ("attention_bias is True, needs False",)),
+        ("drafter", {"architectures": ["Eagle"]}, ("architectures is ['Eagle']", "needs ['DFlashDrafter']")),
+        ("drafter", {"target_layer_ids": [9] * 5000}, ("target_layer_ids is [9, 9,", "...]")),
         ("target", {"vocab_size": 100}, ("model.embed_tokens.weight has shape (258, 24)", "needs (100, 24)")),
         ("target", {"kv_lora_rank": 8}, ("kv_a_", "has shape", "needs")),
         ("target", {"num_hidden_layers": 4, "first_k_dense_replace": 4}, ("tensor model.layers.3.", "12 in all")),
@@ -407,10 +455,15 @@ def test_config_that_does_not_fit(folder, tmp_path, part, changes, words):
     assert_refused(rewrite(folder, tmp_path, part, **changes), *words)
 
 
-def test_newer_config_with_rope_parameters(folder, tmp_path, tiny):
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_newer_config_with_rope_parameters(folder, tmp_path, tiny, part):
     parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    loaded = load_model(rewrite(folder, tmp_path, "target", rope_theta="", rope_parameters=parameters))
-    assert loaded.target.config == tiny.target.config
+    loaded = load_model(rewrite(folder, tmp_path, part, rope_theta="", rope_parameters=parameters))
+    assert getattr(loaded, part).config == getattr(tiny, part).config
+
+
+def test_longest_block_that_the_stages_take(folder, tmp_path):
+    assert load_model(rewrite(folder, tmp_path, "drafter", block_size=65)).drafter.draft_length == 64
 
 
 def test_files_that_are_missing_or_damaged(folder, tmp_path):
@@ -419,6 +472,8 @@ def test_files_that_are_missing_or_damaged(folder, tmp_path):
         ("target/config.json", None): ("target/config.json", "No such file"),
         ("target/config.json", "{"): ("target/config.json", "not JSON"),
         ("target/config.json", "[1]"): ("holds a list", "needs a JSON object"),
+        ("target/config.json", "[" * 200_000): ("not JSON",),
+        ("drafter/config.json", '{"a":' * 200_000): ("not JSON",),
         ("target/config.json", b"\xff\xfe"): ("not JSON",),
         ("drafter/model.safetensors", None): ("drafter/model.safetensors", "no such file"),
         ("target/model.safetensors", weights[:-5]): ("target/model.safetensors", "damaged"),
@@ -429,6 +484,7 @@ def test_files_that_are_missing_or_damaged(folder, tmp_path):
         place = tmp_path / str(index)
         assert_refused(replace_file(folder, place, name, content), *words)
     assert_refused(tmp_path / "nowhere", "nowhere", "no such folder")
+    assert_refused(tmp_path / ("x" * 300), "no such folder")
 
 
 def test_tensors_of_the_wrong_kind(folder, tmp_path):
@@ -445,11 +501,12 @@ def test_tensors_of_the_wrong_kind(folder, tmp_path):
         assert_refused(copy, f"tensor {name} {words}")
 
 
-def test_bfloat16_weights(folder, tmp_path):
+@pytest.mark.parametrize("dtype, size", [("BF16", 2), ("F8_E4M3", 1)])
+def test_weights_of_types_that_numpy_lacks(folder, tmp_path, dtype, size):
     header, end = {}, 0
     for name, tensor in load_file(folder / "target" / "model.safetensors").items():
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [end, end + tensor.nbytes]}
-        end += tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [end, end + tensor.size * size]}
+        end += tensor.size * size
     text = json.dumps(header).encode()
     content = len(text).to_bytes(8, "little") + text + bytes(end)
     assert_refused(

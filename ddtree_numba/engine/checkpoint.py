@@ -7,13 +7,17 @@ same two files. Whatever is missing, damaged or of another shape is one `Checkpo
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from reprlib import repr as shown  # what a damaged file holds may be long
 from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from ddtree_numba.stages.best_first_tree.reference import MAX_DRAFT_LENGTH
 
 __all__ = ["CheckpointError", "DrafterConfig", "TargetConfig", "read_drafter", "read_target"]
 
@@ -96,8 +100,9 @@ class DrafterConfig:
     """What RMSNorm adds to the mean square."""
 
 
-# Variants of the architecture that the forward pass leaves out: each key, when present, must have this value.
+# Variants of the architectures that the forward passes leave out: each key, when present, must have this value.
 _TARGET_ONLY: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "rope_scaling": None,
     "rope_interleave": True,
@@ -105,36 +110,54 @@ _TARGET_ONLY: dict[str, Any] = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
+_DRAFTER_ONLY: dict[str, Any] = {
+    "architectures": ["DFlashDrafter"],
+    "rope_scaling": None,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+# Least and most of a number. Widths are bounded by the weights' file, which must hold them; what only the
+# configuration says must not make us ask for more memory than there is.
+_RANGES: dict[str, tuple[float, float]] = {
+    "num_hidden_layers": (1, 1024),
+    "max_position_embeddings": (1, 2**18),
+    "block_size": (2, MAX_DRAFT_LENGTH + 1),
+    "eos_token_id": (0, 2**20),
+    "mask_token_id": (0, 2**20),
+    "rope_theta": (1, 1e9),
+    "rms_norm_eps": (1e-12, 0.1),
+}
+_ANY_SIZE = (1, 2**20)
+_EVEN = ("qk_rope_head_dim", "head_dim")  # rotary embedding turns pairs
 
 Config = TypeVar("Config", TargetConfig, DrafterConfig)
 
 
 def read_target(folder: Path) -> tuple[TargetConfig, dict[str, np.ndarray]]:
     """Return the configuration and the tensors (Hugging Face names, float32) of the target in `folder`."""
-    raw = _read_json(folder / "config.json")
-    for key, needed in _TARGET_ONLY.items():
-        if raw.get(key, needed) != needed:
-            raise CheckpointError(f"{folder / 'config.json'}: {key} is {raw[key]!r}, needs {needed!r}")
-    config = _config(folder / "config.json", _with_rope_theta(raw), TargetConfig)
-    if raw.get("first_k_dense_replace", 0) < config.num_hidden_layers:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: first_k_dense_replace is {raw.get('first_k_dense_replace', 0)}, "
-            f"needs {config.num_hidden_layers}: every layer dense, no experts"
-        )
+    path = folder / "config.json"
+    raw = _read_config(path, _TARGET_ONLY)
+    config = _config(path, raw, TargetConfig)
+    dense = raw.get("first_k_dense_replace", 0)
+    if type(dense) is not int or dense < config.num_hidden_layers:
+        needs = f"needs {config.num_hidden_layers}: every layer dense, no experts"
+        raise CheckpointError(f"{path}: first_k_dense_replace is {shown(dense)}, {needs}")
     return config, _read_tensors(folder / "model.safetensors", _target_shapes(config))
 
 
 def read_drafter(folder: Path, target: TargetConfig) -> tuple[DrafterConfig, dict[str, np.ndarray]]:
     """Return the configuration and the tensors (float32) of the drafter in `folder`, which must fit its `target`."""
     path = folder / "config.json"
-    config = _config(path, _with_rope_theta(_read_json(path)), DrafterConfig)
+    config = _config(path, _read_config(path, _DRAFTER_ONLY), DrafterConfig)
     for key in ("vocab_size", "hidden_size"):  # it shares the target's embedding
         got, needed = getattr(config, key), getattr(target, key)
         if got != needed:
             raise CheckpointError(f"{path}: {key} is {got}, needs {needed} like the target's")
     if not all(0 <= layer < target.num_hidden_layers for layer in config.target_layer_ids):
         raise CheckpointError(
-            f"{path}: target_layer_ids is {list(config.target_layer_ids)}, "
+            f"{path}: target_layer_ids is {shown(list(config.target_layer_ids))}, "
             f"needs layers from 0 to {target.num_hidden_layers - 1}"
         )
     if not 0 <= config.mask_token_id < config.vocab_size:
@@ -142,33 +165,44 @@ def read_drafter(folder: Path, target: TargetConfig) -> tuple[DrafterConfig, dic
     return config, _read_tensors(folder / "model.safetensors", _drafter_shapes(config))
 
 
+def _read_config(path: Path, only: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `path` holds, its rope_theta at the top: newer transformers write it inside rope_parameters."""
+    raw = _read_json(path)
+    for key, needed in only.items():
+        if raw.get(key, needed) != needed:
+            raise CheckpointError(f"{path}: {key} is {shown(raw[key])}, needs {needed!r}")
+    rope = raw.get("rope_parameters")
+    if rope is None:
+        return raw
+    plain = isinstance(rope, dict) and rope.get("rope_type", "default") == "default"
+    if not plain or rope.keys() - {"rope_type", "rope_theta"}:
+        needs = "needs rope_theta and rope_type 'default' alone"
+        raise CheckpointError(f"{path}: rope_parameters is {shown(rope)}, {needs}")
+    return {**raw, **rope}
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}, needs a checkpoint's config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: holds a {type(raw).__name__}, needs a JSON object")
     return raw
 
 
-def _with_rope_theta(raw: dict[str, Any]) -> dict[str, Any]:
-    """Newer versions of transformers write rope_theta inside rope_parameters."""
-    parameters = raw.get("rope_parameters") or {}
-    return {**parameters, **raw} if isinstance(parameters, dict) else raw
-
-
 def _config(path: Path, raw: Mapping[str, Any], kind: type[Config]) -> Config:
-    """Return the `kind` of configuration that `raw` describes; every number must be positive."""
+    """Return the `kind` of configuration that `raw` describes; every number must be in its range."""
     values: dict[str, Any] = {}
     for field in fields(kind):
         if field.name not in raw:
             raise CheckpointError(f"{path}: {field.name} is missing")
         value = raw[field.name]
         if not _is_valid(field.name, str(field.type), value):
-            raise CheckpointError(f"{path}: {field.name} is {value!r}, needs a positive {_plain(str(field.type))}")
+            needs = _needs(field.name, str(field.type))
+            raise CheckpointError(f"{path}: {field.name} is {shown(value)}, needs {needs}")
         values[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
 
@@ -176,13 +210,18 @@ def _config(path: Path, raw: Mapping[str, Any], kind: type[Config]) -> Config:
 def _is_valid(name: str, kind: str, value: Any) -> bool:
     if kind.startswith("tuple"):
         return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-    if kind == "float":
-        return type(value) in (int, float) and value > 0
-    return type(value) is int and value >= (0 if name.endswith("_token_id") else 1)
+    low, high = _RANGES.get(name, _ANY_SIZE)
+    if type(value) not in ((int, float) if kind == "float" else (int,)) or not low <= value <= high:
+        return False
+    return name not in _EVEN or value % 2 == 0
 
 
-def _plain(kind: str) -> str:
-    return "whole number" if kind == "int" else "number" if kind == "float" else "list of layers"
+def _needs(name: str, kind: str) -> str:
+    if kind.startswith("tuple"):
+        return "a list of layers"
+    low, high = _RANGES.get(name, _ANY_SIZE)
+    number = "an even number" if name in _EVEN else "a whole number" if kind == "int" else "a number"
+    return f"{number} from {low:g} to {high:g}" if kind == "float" else f"{number} from {low} to {high}"
 
 
 def _target_shapes(c: TargetConfig) -> dict[str, tuple[int, ...]]:
@@ -237,7 +276,7 @@ def _drafter_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 def _read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Return the tensors named in `shapes` as float32, each checked; others in the file are left alone."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CheckpointError(f"{path}: no such file, needs a checkpoint's weights")
     try:
         with safe_open(path, framework="numpy") as file:
@@ -248,8 +287,8 @@ def _read_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
             return {name: _checked(path, name, file.get_tensor(name), shape) for name, shape in shapes.items()}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: damaged, not a whole safetensors file ({error})") from None
-    except TypeError:  # safetensors has no NumPy type for bfloat16
-        raise CheckpointError(f"{path}: holds bfloat16, needs float16 or float32") from None
+    except (TypeError, AttributeError):  # safetensors has no NumPy type for bfloat16, float8 and others
+        raise CheckpointError(f"{path}: holds bfloat16 or float8, needs float16 or float32") from None
 
 
 def _checked(path: Path, name: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -25,12 +25,14 @@ from ddtree_numba.engine.model_pair import ModelPair
 from ddtree_numba.engine.stage_backend import KernelStages, NumpyStages, Stages, chain_bits
 from ddtree_numba.stages.accept_walk import AcceptedPath
 
-__all__ = ["BACKENDS", "MODES", "Chooser", "Decoder", "Round", "greedy"]
+__all__ = ["BACKENDS", "MAX_NEW_TOKENS", "MODES", "Chooser", "Decoder", "Round", "greedy"]
 
 MODES = ("autoregressive", "chain", "tree")
 """What a round drafts: nothing, the first choices one behind the other, or the most probable prefixes."""
 BACKENDS = ("numpy", "simulator", "gpu")
 """What runs the stages: the references, or the kernels where this process has them."""
+MAX_NEW_TOKENS = 2**31 - 1
+"""The most that a decode can be asked for; the model's context ends it long before."""
 
 Chooser = Callable[[np.ndarray], np.ndarray]
 """The target's logits at every node [N, V] -> its token at every node [N] int32. Sampling would be another one."""
@@ -104,15 +106,8 @@ class Decoder:
 
     def decode(self, prompt: Sequence[int], max_new_tokens: int) -> Iterator[Round]:
         """Yield the rounds that continue `prompt` (token ids, the document's first included) by new tokens."""
-        vocab = self.model.target.config.vocab_size
-        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1, 2**31 - 1)
-        if not 1 <= len(prompt) < self.model.context:
-            needs = f"1 to {self.model.context - 1} tokens, so that one more fits in the model's context"
-            raise ValueError(f"prompt: got {len(prompt)} tokens, needs {needs}")
-        if not all(0 <= token < vocab for token in prompt):
-            wrong = next(token for token in prompt if not 0 <= token < vocab)
-            raise ValueError(f"prompt: got token {wrong}, needs tokens from 0 to {vocab - 1}")
-        return self._rounds(list(prompt), max_new_tokens)
+        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1, MAX_NEW_TOKENS)
+        return self._rounds(_checked_prompt(prompt, self.model), max_new_tokens)
 
     def _rounds(self, sequence: list[int], max_new_tokens: int) -> Iterator[Round]:
         start = time.perf_counter()
@@ -138,6 +133,17 @@ class Decoder:
         drafter, vocab = self.model.drafter, self.model.target.config.vocab_size
         length = drafter.draft_length if self.budget else 0
         return KernelStages(length, vocab, self.budget, self._k)
+
+
+def _checked_prompt(prompt: Sequence[int], model: ModelPair) -> list[int]:
+    row = prompt.ndim == 1 if isinstance(prompt, np.ndarray) else isinstance(prompt, Sequence)
+    if not row or isinstance(prompt, str):
+        raise TypeError(f"prompt: got {type(prompt).__name__}, needs a sequence of token ids (encode_text gives one)")
+    if not 1 <= len(prompt) < model.context:
+        needs = f"1 to {model.context - 1} tokens, so that one more fits in the model's context"
+        raise ValueError(f"prompt: got {len(prompt)} tokens, needs {needs}")
+    last = model.target.config.vocab_size - 1
+    return [check_integer(f"prompt[{index}]", token, 0, last) for index, token in enumerate(prompt)]
 
 
 def _cut(emitted: list[int], stop: int, room: dict[str, int]) -> tuple[list[int], str]:

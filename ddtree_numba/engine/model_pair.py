@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class ModelPair(NamedTuple):
 def load_model(folder: str | Path = DEFAULT_MODEL) -> ModelPair:
     """Return the model in `folder` (its `target` and `drafter` folders); `CheckpointError` when it can't be used."""
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         raise CheckpointError(f"{folder}: no such folder, needs one that holds target/ and drafter/")
     config, tensors = read_target(folder / "target")
     if config.vocab_size < VOCAB_SIZE:

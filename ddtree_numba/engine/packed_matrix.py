@@ -200,5 +200,5 @@ def _compiled() -> Any:
     signature = types.void(types.float32[:, :, :], types.float32[:, :], types.float32[:, ::1])
     try:
         return njit(signature, cache=True)(_multiply)
-    except RuntimeError:  # no folder that Numba could write to
+    except Exception:  # no folder or no room to write to, or a damaged file: unpickling that raises anything
         return njit(signature)(_multiply)

@@ -49,7 +49,7 @@ class NumpyStages:
     def draft(self, logits: np.ndarray, root_token: int, prefix: int) -> tuple[DraftTree, np.ndarray]:
         """See `Stages.draft`."""
         root_tokens, prefixes = np.array([root_token], np.int32), np.array([prefix], np.int32)
-        return self._step.draft(logits, root_tokens, prefixes)
+        return self._step.draft(np.ascontiguousarray(logits), root_tokens, prefixes)
 
     def attention(self, cache: PagedKVCache, ancestor_bits: np.ndarray, scale: float, width: int) -> Attention:
         """See `Stages.attention`."""

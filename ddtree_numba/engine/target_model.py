@@ -18,13 +18,12 @@ from ddtree_numba.engine.checkpoint import TargetConfig
 from ddtree_numba.engine.kv_cache import PagedKVCache
 from ddtree_numba.engine.packed_matrix import PackedMatrix
 from ddtree_numba.engine.row_math import normalise, rope_table, rotate, swiglu
+from ddtree_numba.stages.best_first_tree.reference import MAX_DRAFT_LENGTH
 
 __all__ = ["Attention", "TargetModel", "TargetPass"]
 
 Attention = Callable[[int, np.ndarray], np.ndarray]
 """(layer, queries [N, H, D_c + D_r]) -> [N, H, D_c]: the nodes of a pass attend to the rows that each may see."""
-
-_MAX_DRAFT_LENGTH = 64  # a node may lie so far past the context's end; its token is then never emitted
 
 
 class TargetPass(NamedTuple):
@@ -58,7 +57,8 @@ class TargetModel:
         self._feature_layers = tuple(feature_layers)
         self._head = PackedMatrix(self.embedding * tensors["model.norm.weight"])
         self._layers = [_merge_layer(config, tensors, i) for i in range(config.num_hidden_layers)]
-        positions = config.max_position_embeddings + _MAX_DRAFT_LENGTH
+        # A node may lie so far past the context's end; its token is then never emitted.
+        positions = config.max_position_embeddings + MAX_DRAFT_LENGTH
         self._rope = rope_table(positions, config.qk_rope_head_dim, config.rope_theta)
 
     def new_cache(self, max_rows: int) -> PagedKVCache:
