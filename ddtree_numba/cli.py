@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
+import signal
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +32,7 @@ from ddtree_numba.backend import BACKEND, describe
 from ddtree_numba.draft_tree import MAX_BUDGET
 from ddtree_numba.engine.byte_tokenizer import TextStream, decode_text, encode_text
 from ddtree_numba.engine.checkpoint import CheckpointError
-from ddtree_numba.engine.decoding import BACKENDS, MODES, Decoder, Round
+from ddtree_numba.engine.decoding import BACKENDS, MAX_NEW_TOKENS, MODES, Decoder, Round
 from ddtree_numba.engine.model_pair import DEFAULT_MODEL, ModelPair, load_model
 
 if TYPE_CHECKING:
@@ -61,25 +64,82 @@ class _RefusedError(Exception):
 
 def main() -> None:
     """Run the command line; whatever the user got wrong is one line on standard error and exit code 2."""
-    try:
-        code = app(standalone_mode=False)
-    except _CommandLineError as error:
-        code = _complain(error.format_message())
-    except (_RefusedError, CheckpointError) as error:
-        code = _complain(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        code = _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as in `| head`: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+    _take_interrupts()
+    code = _outcome()
     if code == _INTERRUPTED:  # Typer may have caught the interrupt itself
-        print("ddtree: stopped", file=sys.stderr)
+        _say("stopped")
+    for stream in (sys.stdout, sys.stderr):
+        _let_go(stream)
+    if code == _INTERRUPTED:
+        os._exit(code)  # simulated GPU threads may wait for each other for ever
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _outcome() -> Any:
+    """Run the command; return its exit code, whatever it comes to."""
+    try:
+        _open_streams()
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+        return code
+    except _CommandLineError as error:
+        message = error.format_message()
+        return _complain(message) if message else _BAD_INPUT  # without a message it was the help
+    except (_RefusedError, CheckpointError) as error:
+        return _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `| head`: nobody is left to tell
+        return 1
+    except OSError as error:  # files of the user's are looked after where they are opened
+        _complain(f"standard output: got {error.strerror or error}, needs room for the result")
+        return 1
+
+
 def _complain(message: str) -> int:
-    print(f"ddtree: {' '.join(message.split())}", file=sys.stderr)
+    _say(" ".join(message.split()).translate(_VISIBLE))
     return _BAD_INPUT
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"ddtree: {line}", file=sys.stderr)
+
+
+def _open_streams() -> None:
+    """Make the standard streams fit to use: one may be closed (`>&-`), or unable to show every character."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (open to the end, like the two below)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        raise _RefusedError("standard output", "a closed one", "one that can be written")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _let_go(stream: Any) -> None:
+    """Write what `stream` still holds, or drop it: the interpreter would try again, and complain, at its end."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _take_interrupts() -> None:
+    """From here on Ctrl-C is an exception (see the package's first lines), and none gets lost."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = _interrupt_again
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Python drops an interrupt that arrives inside a destructor: send it once more, when that is over."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 # ---- arguments ----
@@ -116,7 +176,18 @@ def _check_backend(backend: str) -> str:
     if backend not in ("numpy", BACKEND):
         hint = "a GPU and numba-cuda, see `ddtree info`" if backend == "gpu" else "NUMBA_ENABLE_CUDASIM=1 here"
         raise _RefusedError("--backend", repr(backend), hint)
+    if backend == "gpu" and (fault := _kernels_place()[1]):
+        raise _RefusedError("--backend", f"'gpu' ({fault})", "a GPU that works")
     return backend
+
+
+def _kernels_place() -> tuple[str, str]:
+    """Return where kernels run, and what keeps them from it ("" when nothing does)."""
+    try:
+        return describe(), ""
+    except Exception as error:  # of Numba, of many classes: no driver, NUMBA_ENABLE_CUDASIM=0
+        lines = " ".join(str(error).split()) or type(error).__name__
+        return BACKEND, lines.split(". ")[0].rstrip(" :")
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
@@ -132,7 +203,10 @@ def _read_prompt(prompt: str | None, prompt_file: Path | None) -> bytes:
         except OSError as error:
             raise _RefusedError(name, f"{prompt_file} ({error.strerror})", "a file that can be read") from None
     elif prompt == "-":
-        content = sys.stdin.buffer.read()
+        try:
+            content = sys.stdin.buffer.read()
+        except OSError as error:  # a folder, or closed for reading
+            raise _RefusedError(name, f"standard input ({error.strerror})", "one that can be read") from None
     else:
         content = os.fsencode(prompt or "")
     if not content:
@@ -170,7 +244,7 @@ def generate(
     """Continue PROMPT, streaming the text, and say how fast that was."""
     _one_of("--mode", mode, MODES)
     _whole("--budget", budget, 0, MAX_BUDGET)
-    _whole("--max-new-tokens", max_new_tokens, 1)
+    _whole("--max-new-tokens", max_new_tokens, 1, MAX_NEW_TOKENS)
     _check_backend(backend)
     content = _read_prompt(prompt, prompt_file)
     with _JsonOutput(json_file) as output:
@@ -206,7 +280,7 @@ def generate(
 
 def _announce(notes: Console, backend: str, pair: ModelPair) -> None:
     where = "numpy (everything on the CPU)" if backend == "numpy" else describe()
-    notes.print(Text(f"backend: {where} · model: {pair.name}", style="dim"), soft_wrap=True)
+    notes.print(Text(f"backend: {where} · model: {pair.name}".translate(_VISIBLE), style="dim"), soft_wrap=True)
     if backend == "simulator":
         notes.print(Text("every GPU thread is a Python thread here: seconds to minutes for a round", style="dim"))
 
@@ -323,8 +397,12 @@ class _TextWriter(_Watcher):
         self._console.file.flush()
 
 
-# Control characters in the text must not steer the terminal: they are drawn.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+# Control characters in the text must not steer the terminal: they are drawn. 128 to 159 are such, too, without a sign.
+_VISIBLE = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    | {127: 0x2421}
+    | dict.fromkeys(range(128, 160), 0xFFFD)
+)
 
 
 def _summary(runs: list[_Run], identical: bool | None) -> Table:
@@ -357,34 +435,50 @@ class _JsonOutput(contextlib.AbstractContextManager["_JsonOutput"]):
         self._draft: str | None = None
 
     def __enter__(self) -> _JsonOutput:
-        if self._path is None or self._path == "-" or self._is_stream(self._path):
+        if self._path is None or self._path == "-":
             return self
-        path = Path(self._path)
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(21, "it is a folder")
-            handle, self._draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            os.close(handle)
-        except OSError as error:
-            raise _RefusedError("--json", f"{path} ({error.strerror})", "a file that can be written") from None
+        with self._refusing():
+            if not self._path:
+                raise FileNotFoundError(2, "an empty name")
+            if self._needs_a_draft(self._path):
+                self._path = os.path.realpath(self._path)  # a link stays one
+                handle, self._draft = tempfile.mkstemp(dir=os.path.dirname(self._path), prefix=".ddtree.")
+                os.close(handle)
         return self
 
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            got = f"{self._path or repr(self._path)} ({error.strerror})"
+            raise _RefusedError("--json", got, "a file that can be written") from None
+
     @staticmethod
-    def _is_stream(path: str) -> bool:
-        """A device or a pipe takes no replacement; it is written to directly."""
-        return os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode) and not os.path.isdir(path)
+    def _needs_a_draft(path: str) -> bool:
+        """Tell whether a finished file will take this one's place; a device or a pipe is written to directly."""
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            return True
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(21, "it is a folder")
+        return stat.S_ISREG(mode)
 
     def write(self, content: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         if self._path == "-":
-            sys.stdout.write(text)
+            sys.stdout.write(_json_text(content, sys.stdout.encoding))
             sys.stdout.flush()
-        elif self._draft is None:
-            Path(self._path).write_text(text, encoding="utf-8")
-        else:
-            Path(self._draft).write_text(text, encoding="utf-8")
+        elif self._path is not None:
+            with self._refusing():
+                self._write_file(_json_text(content, "utf-8"))
+
+    def _write_file(self, text: str) -> None:
+        path = self._draft or self._path or ""
+        Path(path).write_text(text, encoding="utf-8")
+        if self._draft is not None and self._path is not None:
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(self._draft, 0o666 & ~mask)  # mkstemp's files are private, others expect the usual rights
@@ -394,6 +488,16 @@ class _JsonOutput(contextlib.AbstractContextManager["_JsonOutput"]):
     def __exit__(self, *_: object) -> None:
         if self._draft is not None:
             os.unlink(self._draft)
+
+
+def _json_text(content: dict[str, Any], encoding: str) -> str:
+    """Return `content` as JSON: characters that `encoding` lacks are escaped."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(content, indent=2) + "\n"
+    return text
 
 
 # ---- tree ----
@@ -464,7 +568,8 @@ def info() -> None:
 
 def _facts() -> Iterator[tuple[str, str]]:
     yield "ddtree-numba", __version__
-    yield "kernels run on", describe()
+    place, fault = _kernels_place()
+    yield "kernels run on", f"nothing: {place} was asked for, but {fault}" if fault else place
     yield "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     for package in ("numpy", "numba", "numba-cuda", "safetensors"):
         try:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,7 @@ def test_colours_on_a_terminal(folder):
     assert "\x1b[4;35m" in shown, "the target's own token is underlined, without colour, too"
     # What the model writes must not steer the terminal: the random model writes control bytes.
     text = re.sub(r"\x1b\[[0-9;]*m", "", shown).replace("\r", "")
-    assert not any(ord(character) < 32 and character not in "\n\t" for character in text), repr(text)
+    assert not any(is_control(character) for character in text), repr(text)
     written = TextStream().feed(expected_tokens(folder, "def f(", 30), final=True)
     assert text == "def f(" + written.translate(cli._VISIBLE).expandtabs() + "\n"
 
@@ -182,6 +183,15 @@ def test_text_on_a_terminal_is_the_text(tmp_path):
     assert done.returncode == 0, done.stderr
     (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert shown == "def quicksort(" + run["text"] + "\n" and "\n" in run["text"]
+
+
+def is_control(character: str) -> bool:
+    return unicodedata.category(character) == "Cc" and character not in "\n\t"
+
+
+def test_every_control_character_is_drawn():
+    drawn = "".join(map(chr, range(0x110000))).translate(cli._VISIBLE)
+    assert len(drawn) == 0x110000 and not any(map(is_control, drawn))
 
 
 def read_all(descriptor: int) -> str:
@@ -209,10 +219,45 @@ def test_ctrl_c_ends_cleanly(folder, tmp_path):
     assert b"backend" in line
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     if process.returncode != 0:  # a GPU may have been done by then
         assert process.returncode == 130 and b"stopped" in errors and b"Traceback" not in errors
         assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_where_python_drops_exceptions():
+    """As in a destructor, or in the callback by which LLVM hands Numba a compiled function."""
+    script = """if True:
+        import os, signal, time
+        from ddtree_numba import cli
+
+        class Doomed:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        def work(standalone_mode):
+            Doomed()
+            time.sleep(60)
+
+        cli.app = work
+        cli.main()
+    """
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
+    assert done.returncode == 130 and done.stderr == b"ddtree: stopped\n", done.stderr
+    assert time.perf_counter() - start < 55
+
+
+@pytest.mark.parametrize("module", ["numba", "typer"])
+def test_ctrl_c_while_the_command_loads(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = ddtree("--version", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == -signal.SIGINT and done.stdout == done.stderr == b"", done.stderr
+
+
+def test_ctrl_c_is_an_exception_for_who_imports_the_package():
+    script = "import signal, ddtree_numba\nprint(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).stdout == b"True\n"
 
 
 def test_reader_that_goes_away(folder):
@@ -239,10 +284,17 @@ BAD = [
     (("generate", "a", "--budget"), "--budget"),
     (("generate", "a", "--max-new-tokens", "0"), "--max-new-tokens: got 0, needs a whole number from 1"),
     (("generate", "a", "--max-new-tokens", "-5"), "--max-new-tokens: got -5"),
+    (("generate", "a", "--max-new-tokens", "2147483648"), "got 2147483648, needs a whole number from 1 to 2147483647"),
     (("generate", "a", "--backend", "tpu"), "--backend: got 'tpu', needs one of numpy, simulator, gpu"),
     (("generate", "a", "--model", "/no/such/model"), "/no/such/model: no such folder"),
     (("generate", "a", "--json", "/no/such/folder/out.json"), "--json: got /no/such/folder/out.json (No such file"),
+    (("generate", "a", "--model", "/no/\x1b[31m\x9b"), "/no/\u241b[31m\ufffd: no such folder"),
+    (("generate", "a", "--model", b"/no/\xff"), "/no/\\udcff: no such folder"),
+    (("generate", "a", "--model", "x" * 300), "no such folder"),
     (("generate", "a", "--json", "/"), "--json: got / (it is a folder), needs a file that can be written"),
+    (("generate", "a", "--json", ""), "--json: got '' (an empty name), needs a file that can be written"),
+    (("generate", "a", "--json", "x" * 300), "(File name too long), needs a file that can be written"),
+    (("generate", "a", "--json", "/dev/null/x"), "--json: got /dev/null/x (Not a directory)"),
     (("generate", "a", "b"), "unexpected extra argument"),
     (("generate", "a", "--colour"), "--colour"),
     (("tree", ""), "PROMPT: got an empty text"),
@@ -253,7 +305,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("arguments, message", BAD, ids=[" ".join(a)[:40] for a, _ in BAD])
+@pytest.mark.parametrize("arguments, message", BAD, ids=[" ".join(map(str, a))[:40] for a, _ in BAD])
 def test_bad_input(folder, tmp_path, arguments, message):
     options = ["--model", str(folder)] if "--model" not in arguments and arguments[0] in ("generate", "tree") else []
     if arguments[0] == "generate" and "--json" not in arguments:
@@ -305,6 +357,84 @@ def test_json_file_has_the_usual_rights(folder, tmp_path):
     done = ddtree("generate", "a", "--max-new-tokens", 2, "--model", folder, "--json", out, umask=0o022)
     assert done.returncode == 0, done.stderr
     assert out.stat().st_mode & 0o777 == 0o644 and [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_json_through_a_link(folder, tmp_path):
+    (tmp_path / "real.json").write_text("older")
+    os.symlink("real.json", tmp_path / "link.json")
+    done = ddtree("generate", "a", "--max-new-tokens", 2, "--model", folder, "--json", tmp_path / "link.json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "real.json").read_text())["runs"] and (tmp_path / "link.json").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]
+
+
+def test_json_of_a_long_name(folder, tmp_path):
+    out = tmp_path / ("x" * 250 + ".json")
+    done = ddtree("generate", "a", "--max-new-tokens", 2, "--model", folder, "--json", out)
+    assert done.returncode == 0 and json.loads(out.read_text())["runs"], done.stderr
+
+
+# ---- output that can't be written as it is ----
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk(folder):
+    generate = ("generate", "a", "--max-new-tokens", 2, "--model", folder)
+    for arguments in (
+        generate,
+        (*generate, "--json", "-"),
+        ("tree", "a", "--model", folder),
+        ("info",),
+        ("--version",),
+    ):
+        with open("/dev/full", "wb") as full:
+            done = run_into(full, *arguments)
+        last = done.stderr.splitlines()[-1]
+        assert last == b"ddtree: standard output: got No space left on device, needs room for the result"
+        assert done.returncode == 1 and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+    done = ddtree(*generate, "--json", "/dev/full")
+    assert done.returncode == 2 and b"--json: got /dev/full (No space left on device), needs" in done.stderr
+
+
+def run_into(out, *arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([*COMMAND, *map(str, arguments)], stdout=out, stderr=subprocess.PIPE, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "closed, code, line",
+    [
+        ("0<&-", 2, b"ddtree: PROMPT: got an empty text, needs at least one byte\n"),
+        ("1>&-", 2, b"ddtree: standard output: got a closed one, needs one that can be written\n"),
+        ("2>&-", 2, b""),
+    ],
+)
+def test_closed_streams(folder, closed, code, line):
+    command = f"{' '.join(COMMAND)} generate - --model {folder} {closed}"
+    done = subprocess.run(command, shell=True, input=b"", capture_output=True, timeout=60)
+    assert done.returncode == code and done.stderr == line and done.stdout == b""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "utf-16"])
+def test_characters_that_the_output_lacks(folder, tmp_path, encoding):
+    named = tmp_path / os.fsdecode(b"caf\xff\xc3\xa9\x1b\xe2\x82\xac")
+    named.mkdir()
+    for part in ("target", "drafter"):
+        os.symlink(folder / part, named / part)
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    options = ("--max-new-tokens", 30, "--model", os.fsencode(named))
+    texts = [
+        ddtree("generate", "\u20ac(", *options, env=environment),
+        ddtree("tree", "\u20ac(", *options[2:], env=environment),
+    ]
+    result = ddtree("generate", "\u20ac(", *options, "--json", "-", env=environment)
+    for done in (*texts, result):
+        assert done.returncode == 0 and "\x1b" not in done.stderr.decode(encoding), done.stderr
+    figures = json.loads(result.stdout.decode(encoding))
+    assert figures["prompt"] == "\u20ac(" and figures["model"] == named.name
+    expected = figures["runs"][0]["text"] + "\n"
+    assert texts[0].stdout.decode(encoding) == expected.encode(encoding, "replace").decode(encoding)
+    ddtree("generate", "a", *options, "--json", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text("utf-8"))["model"] == named.name
 
 
 # ---- tree, info, help ----
@@ -389,6 +519,22 @@ def test_info_and_version():
     text = done.stdout.decode()
     assert done.returncode == 0 and BACKEND in text and "numba" in text and "numpy" in text, done.stderr
     assert ddtree("--version").stdout.startswith(b"ddtree-numba ")
+
+
+def test_gpu_that_was_asked_for_and_is_not_there(folder):
+    if BACKEND == "gpu":
+        pytest.skip("needs a machine without a GPU")
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
+    done = ddtree("info", env=environment)
+    assert done.returncode == 0 and done.stderr == b"" and b"nothing: gpu was asked for, but " in done.stdout
+    done = ddtree("generate", "a", "--backend", "gpu", "--model", folder, env=environment)
+    assert done.returncode == 2 and done.stderr.count(b"\n") == 1, done.stderr
+    assert done.stderr.startswith(b"ddtree: --backend: got 'gpu' (") and b"needs a GPU that works" in done.stderr
+
+
+def test_no_arguments_show_the_help_alone():
+    done = ddtree()
+    assert b"generate" in done.stdout and done.stderr == b"" and done.returncode == 2
 
 
 def test_help_is_quick_and_names_the_commands():
