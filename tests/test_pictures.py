@@ -60,7 +60,7 @@ def test_recording_leaves_the_reference_as_it_was() -> None:
 
     heap_trace(np.zeros((2, 2), np.float32), budget=2)
     assert reference.heapq is heapq
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="K of log_probs"):
         heap_trace(np.zeros((2, 0), np.float32), budget=2)
     assert reference.heapq is heapq
 

@@ -27,12 +27,23 @@ def as_markdown(report: dict[str, Any]) -> list[str]:
         lines += ["| " + " | ".join(name.replace("_", " ") for name in columns) + " |", "|---" * len(columns) + "|"]
         lines += ["| " + " | ".join(_number(run[name]) for name in columns) + " |" for run in runs] + [""]
     if measured := report.get("measured"):
-        lines += ["| where | what | measured |", "|---|---|---|"]
-        for test, numbers in measured.items():
-            where = test.rpartition("/")[2]
-            lines += [f"| `{where}` | {name.replace('_', ' ')} | {_number(value)} |" for name, value in numbers.items()]
-        lines.append("")
+        for names in dict.fromkeys(tuple(numbers) for numbers in measured.values()):
+            alike = {test.rpartition("/")[2]: n for test, n in measured.items() if tuple(n) == names}
+            lines += [*_table(names, alike), ""]
     return lines
+
+
+def _table(names: tuple[str, ...], measured: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a table of what was measured alike: a row for each measurement, or, of a single one, for each number."""
+    words = [name.replace("_", " ") for name in names]
+    if len(measured) == 1:
+        [(where, numbers)] = measured.items()
+        rows = [[word, _number(value)] for word, value in zip(words, numbers.values(), strict=True)]
+        head = [where, "measured"]
+    else:
+        rows = [[f"`{where}`", *map(_number, numbers.values())] for where, numbers in measured.items()]
+        head = ["where", *words]
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def _number(value: Any) -> str:
