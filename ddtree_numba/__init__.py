@@ -1,15 +1,5 @@
 """The DDTree decoding step in Numba CUDA: every stage a kernel beside its NumPy reference."""
 
-import os
-import signal
-import sys
-
-if (os.path.splitext(os.path.basename(sys.argv[0]))[0] == "ddtree" or "ddtree_numba.cli" in sys.orig_argv) and (
-    signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    # The `ddtree` command, still loading: Ctrl-C ends it without a traceback. Its `main` takes over from here.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from ddtree_numba.backend import BACKEND
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference

@@ -128,9 +128,7 @@ def _let_go(stream: Any) -> None:
 
 
 def _take_interrupts() -> None:
-    """From here on Ctrl-C is an exception (see the package's first lines), and none gets lost."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """From here on no Ctrl-C gets lost."""
     sys.unraisablehook = _interrupt_again
 
 

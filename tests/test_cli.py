@@ -248,18 +248,6 @@ def test_ctrl_c_where_python_drops_exceptions():
     assert time.perf_counter() - start < 55
 
 
-@pytest.mark.parametrize("module", ["numba", "typer"])
-def test_ctrl_c_while_the_command_loads(tmp_path, module):
-    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = ddtree("--version", env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == -signal.SIGINT and done.stdout == done.stderr == b"", done.stderr
-
-
-def test_ctrl_c_is_an_exception_for_who_imports_the_package():
-    script = "import signal, ddtree_numba\nprint(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True).stdout == b"True\n"
-
-
 def test_reader_that_goes_away(folder):
     command = f"{' '.join(COMMAND)} generate 'def f(' --max-new-tokens 60 --model {folder} | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, timeout=60)
