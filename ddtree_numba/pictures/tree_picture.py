@@ -37,7 +37,7 @@ def draw_tree(
     >>> import numpy as np
     >>> from ddtree_numba.draft_tree import random_tree
     >>> print(draw_tree(random_tree(np.random.default_rng(0), 1, 2, node_counts=[1])).alt)
-    Draft tree of 0 drafted nodes. 850 is the root.
+    Draft tree of 0 drafted nodes. 511 is the root.
     """
     parents = parents_of(tree, request)
     corners, right, bottom = place(parents)
