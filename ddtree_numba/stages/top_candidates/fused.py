@@ -17,7 +17,8 @@ The K best vectors hold the K best logits. A vector's place in the order is that
 then the one further left); a logit in a vector that K others beat is beaten by the best logit of each. So
 `finish_kernel` opens K vectors, not more, and ranks what is above the floor.
 
-What it buys: the bytes are read once, with few enough instructions that memory is what it waits for.
+What it buys: the bytes are read once. Measured on an H200, 960 rows of 163840 bfloat16: 271 us, where `topk` and
+`logsumexp` of torch took 1946 in the same run. Memory alone would take 83, so it is not yet memory that it waits for.
 
 What it costs: a second launch; K up to 64; and rows made to be hard, where the list fills again and again, take several
 times as long. They are right all the same: a full list is sorted and cut to K.
