@@ -15,8 +15,8 @@ A node costs what must happen one after the other: three reductions, two loads f
 float64: some 300 cycles by count, however many slots there are. Past 64 slots the offers are spread over more warps,
 whose winners meet in shared memory: one barrier and three more reductions.
 
-What it buys: latency. The work per node was N steps in one lane, now it is N / 32 in each, and independent ones. Measured
-on an H200, bits included: 21 us for 64 nodes, of one request or of 64; 563 us for 1024 nodes of one.
+What it buys: latency. The work per node was N steps in one lane, now it is N / 32 in each, and independent ones.
+Measured on an H200, bits included: 21 us for 64 nodes, of one request or of 64; 563 us for 1024 nodes of one.
 
 What it costs: the order of events is less plain than in `one_thread`, and there is a kernel for each size class.
 """
