@@ -181,10 +181,13 @@ class DecodeStep:
             "block_table": block_table,
             "prefix_lengths": prefix_lengths,
         }
-        if not self._drafted:
-            raise RuntimeError("commit: no tree has been drafted yet, call draft first")
+        self._require_draft()
         self._launch_commit(stream, *_on_device(arrays))
         return self.path
+
+    def _require_draft(self) -> None:
+        if not self._drafted:
+            raise RuntimeError("commit: no tree has been drafted yet, call draft first")
 
     def _launch_commit(
         self, stream: Any, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any
@@ -266,10 +269,12 @@ class DecodePlan:
     def draft(self, stream: Any = None) -> tuple[DraftTree, Any]:
         """Do what `DecodeStep.draft` does; return (tree, positions), in flight on `stream`."""
         self._draft.replay(stream)
+        self.step._drafted = True
         return self.step.tree, self.step.positions
 
     def commit(self, stream: Any = None) -> AcceptedPath:
         """Do what `DecodeStep.commit` does; return the path, in flight on `stream`."""
+        self.step._require_draft()
         self._commit.replay(stream)
         return self.step.path
 

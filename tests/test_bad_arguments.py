@@ -132,6 +132,18 @@ def test_commit_before_draft():
         step.commit(*on_device((numbers(1, 4), POOL, numbers(1, 3), numbers(1))))
 
 
+def test_a_prepared_step_knows_whether_it_has_drafted():
+    step = DecodeStep(1, 2, 5, 3)
+    draft_side = on_device((numbers(1, 2, 5, dtype=F32), numbers(1), numbers(1)))
+    commit_side = on_device((numbers(1, 4), POOL, np.array([[0, 1, 2]], I32)))
+    plan = step.prepare(*draft_side, *commit_side)
+    with pytest.raises(RuntimeError, match="commit: no tree has been drafted yet"):
+        plan.commit()
+    plan.draft()
+    path = step.commit(*commit_side, draft_side[2])  # the plan's draft is the step's: both share their buffers
+    assert path.accept_count.copy_to_host()[0] >= 1
+
+
 def test_a_stream_that_is_none():
     with pytest.raises(TypeError, match="stream: got str, needs a stream"):
         Transfer("abc", {"x": numbers(2)})

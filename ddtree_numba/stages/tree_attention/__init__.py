@@ -68,7 +68,7 @@ def tree_attention(
     """
     given = dict(zip(_INPUTS, (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count), strict=True))
     B, N, H, D_c = check_arguments(given, scale, latent_width)
-    if version != "auto" and version not in (*_LAUNCHERS,):
+    if version != "auto" and version not in (*VERSIONS, *GPU_VERSIONS):
         raise ValueError(f"version: got {version!r}, needs {' or '.join(map(repr, [*_LAUNCHERS, 'auto']))}")
     if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 2):
         raise TypeError(f"out: got {type(out).__name__}, needs a pair of arrays (out, lse)")
