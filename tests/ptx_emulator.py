@@ -1,10 +1,11 @@
-"""Runs a tensor-core kernel's own source without a GPU, on the NumPy models of the instructions in `mma.py`.
+"""Runs a tensor-core kernel's own source without a GPU, on NumPy models of the instructions (`mma.py`, `wgmma.py`).
 
 Numba's simulator knows no warps. Here each thread of a block is a Python thread, one of them running at a time, and
 gives way at every instruction that a warp or a block executes together: when all lanes of a warp are at the same
-`mma`, `ldmatrix`, shuffle or vote, the model computes it for all 32. So fragment layouts, addresses, exchanges and
-barriers are checked as they stand in the kernel. Shared memory starts as NaN, and asynchronous copies land as late as
-the kernel allows. What this does not find: races, and what a compiler makes of the source.
+`mma`, `ldmatrix`, shuffle or vote, the model computes it for all 32, and `wgmma` for the 128 of a warpgroup. So
+layouts, addresses, exchanges and barriers are checked as they stand in the kernel. Shared memory starts as NaN,
+asynchronous copies land as late as the kernel allows, and asynchronous products read their operands then, too. What
+this does not find: races, and what a compiler makes of the source.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
-from ddtree_numba.stages.tree_attention import mma
+from ddtree_numba.stages.tree_attention import mma, wgmma
 
 SHARED_START = 1024 + 16  # where dynamic shared memory begins: real addresses are not 0 either, nor multiples of 128
 
@@ -73,7 +74,8 @@ class Block:
         self.starts = {id(array): (i + 1) << 40 for i, array in enumerate(arrays)}
         self.global_memory = [array.reshape(-1).view(np.uint8) for array in arrays]
         self.barriers: dict[int, dict[str, int]] = {}  # mbarriers, by address
-        self.late: list[tuple[int, np.ndarray, int]] = []  # bulk copies under way
+        self.late: list[tuple[int, list[tuple[int, np.ndarray]]]] = []  # an mbarrier, and the copies that arrive there
+        self.products: dict[int, tuple[list[Any], dict[int, np.ndarray]]] = {}  # of each warpgroup, under way
 
     def memory(self, address: Any, size: int) -> np.ndarray:
         """The bytes of global memory at an address; an AssertionError outside all arrays."""
@@ -110,17 +112,19 @@ class Block:
         groups: dict[tuple[str, Any], list[_Lane]] = {}
         for lane in waiting:
             kind, name, _ = lane.request
-            groups.setdefault((kind, lane.index // 32 if kind == "warp" else name), []).append(lane)
+            together = {"warp": lane.index // 32, "warpgroup": lane.index // 128}
+            groups.setdefault((kind, together.get(kind, name)), []).append(lane)
         ready = []
         for (kind, name), members in groups.items():
             if kind == "poll":
                 continue
             if kind == "barrier" and len(members) == name[1]:
                 answers = [np.int32(any(lane.request[2] for lane in members))] * len(members)
-            elif kind == "warp" and len(members) == 32:
+            elif len(members) == {"warp": 32, "warpgroup": 128}.get(kind):
                 names = {lane.request[1] for lane in members}
-                assert len(names) == 1, f"lanes of one warp are at different instructions: {names}"
-                answers = getattr(self, names.pop())([lane.request[2] for lane in members])
+                assert len(names) == 1, f"lanes of one {kind} are at different instructions: {names}"
+                operands = [lane.request[2] for lane in members]
+                answers = getattr(self, names.pop())(operands) if kind == "warp" else self.multiply(name, operands)
             else:
                 continue
             for lane, answer in zip(members, answers, strict=True):
@@ -128,7 +132,8 @@ class Block:
             ready += members
         polling = groups.get(("poll", None), [])
         if polling and not ready:  # copies land when nothing else can go on
-            self.let_a_copy_land()
+            for _ in range(1 + len(self.late) // 8):
+                self.let_a_copy_land()
         for lane in polling:
             lane.request = None
         return ready + polling
@@ -163,17 +168,68 @@ class Block:
     def ballot(self, flags: list[Any]) -> list[Any]:
         return [np.uint32(sum(1 << lane for lane, flag in enumerate(flags) if flag))] * 32
 
-    def end_phase(self, barrier: dict[str, int]) -> None:
-        if barrier["left"] == 0 and barrier["bytes"] == 0:
-            barrier["left"] = barrier["count"]
-            barrier["phase"] += 1
+    def arrive(self, barrier: int) -> None:
+        state = self.barriers[barrier]
+        state["left"] -= 1
+        if state["left"] == 0:
+            state["left"], state["phase"] = state["count"], state["phase"] + 1
 
     def let_a_copy_land(self) -> None:
         if self.late:
-            address, data, barrier = self.late.pop(int(self.rng.integers(len(self.late))))
-            self.shared[address : address + len(data)] = data
-            self.barriers[barrier]["bytes"] -= len(data)
-            self.end_phase(self.barriers[barrier])
+            barrier, data = self.late.pop(int(self.rng.integers(len(self.late))))
+            for address, content in data:
+                self.shared[address : address + len(content)] = content
+            self.arrive(barrier)
+
+    # What a warpgroup does together.
+
+    def multiply(self, group: int, operands: list[Any]) -> list[Any]:
+        """Start a product, or (operands None) end all: only now do they read shared memory, and give results.
+
+        In between the accumulators are NaN, for a kernel that does not wait.
+        """
+        pending, sums = self.products.setdefault(group, ([], {}))
+        if operands[0] is not None:
+            pending.append(operands)
+            for lane in operands:
+                if id(lane[0]) not in sums:
+                    sums[id(lane[0])] = lane[0].copy()
+                    lane[0][:] = np.nan
+            return [None] * 128
+        for lanes in pending:
+            self.finish_product(lanes, sums)
+        for lanes in pending:
+            for lane in lanes:
+                lane[0][:] = sums[id(lane[0])]
+        pending.clear()
+        sums.clear()
+        return [None] * 128
+
+    def finish_product(self, lanes: list[Any], sums: dict[int, np.ndarray]) -> None:
+        """Add what one product of a warpgroup gives to its accumulators."""
+        memory = self.shared.view(np.uint16)
+        accumulators, kind, a, b, add = lanes[0]
+        narrow = np.float16 if kind == "f16" else None
+
+        def widen(bits: np.ndarray) -> np.ndarray:
+            return from_bfloat16(bits) if narrow is None else bits.view(narrow).astype(np.float32)
+
+        assert all(lane[3] == b for lane in lanes), "descriptors differ within a warpgroup"
+        columns, value = 2 * accumulators.size, accumulators.size == 128
+        layout = wgmma.accumulator_layout(columns)
+        c = np.zeros((64, columns), np.float32)
+        c[layout[..., 0], layout[..., 1]] = [sums[id(lane[0])] for lane in lanes]
+        if isinstance(a, tuple):
+            halves = widen(np.array([lane[2] for lane in lanes], np.uint32).view(np.uint16).reshape(128, 8))
+            place = np.tile(mma.A_LAYOUT, (4, 1, 1))
+            matrix = np.zeros((64, 16), np.float32)
+            matrix[place[..., 0] + 16 * (np.arange(128) // 32)[:, None], place[..., 1]] = halves
+        else:
+            assert all(lane[2] == a for lane in lanes), "descriptors differ within a warpgroup"
+            matrix = widen(wgmma.operand_model(memory, int(a), 64, False))
+        c = (c if add else 0) + matrix @ widen(wgmma.operand_model(memory, int(b), columns, value)).T
+        for lane, values in zip(lanes, c[layout[..., 0], layout[..., 1]], strict=True):
+            sums[id(lane[0])] = values
 
 
 class Emulator:
@@ -184,6 +240,7 @@ class Emulator:
         self.block: Block
         self.index = self.grid = (0, 0, 0)
         self.cuda, self.ptx = self._make_cuda(), self._make_ptx()
+        self.wgmma = self._make_wgmma()
 
     def run(self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, *arguments: Any) -> None:
         """Run every block of `kernel`, one after the other."""
@@ -225,6 +282,9 @@ class Emulator:
             def ballot_sync(self, mask: int, flag: Any) -> Any:
                 return _lane().ask("warp", "ballot", flag)
 
+            def any_sync(self, mask: int, flag: Any) -> Any:
+                return _lane().ask("warp", "ballot", flag) != 0
+
             def syncwarp(self) -> None:
                 _lane().ask("warp", "ballot", 0)
 
@@ -260,21 +320,14 @@ class Emulator:
 
         def mbarrier_init(address: Any, count: int) -> None:
             shared(address, 8)
-            self.block.barriers[int(address)] = {"count": count, "left": count, "bytes": 0, "phase": 0}
+            self.block.barriers[int(address)] = {"count": count, "left": count, "phase": 0}
 
-        def mbarrier_arrive(address: Any, size: int) -> None:
-            barrier = self.block.barriers[int(address)]
-            barrier["left"] -= 1
-            barrier["bytes"] += size
-            self.block.end_phase(barrier)
+        def mbarrier_arrive(address: Any) -> None:
+            self.block.arrive(int(address))
 
         def mbarrier_done(address: Any, parity: Any) -> int:
             _lane().ask("poll", None, None)
             return int(self.block.barriers[int(address)]["phase"] % 2 != parity)
-
-        def bulk_copy(address: Any, source: Any, size: int, barrier: Any) -> None:
-            assert int(address) % 16 == int(source) % 16 == size % 16 == 0
-            self.block.late.append((int(address), self.block.memory(source, size).copy(), int(barrier)))
 
         def pack(low: Any, high: Any, narrow: Any) -> Any:
             return narrow(np.array([low, high], np.float32)).view(np.uint32)[0]
@@ -285,7 +338,6 @@ class Emulator:
             ldmatrix_x4=together("ldmatrix_x4"),
             ldmatrix_x4_trans=together("ldmatrix_x4_trans"),
             named_barrier=lambda name, threads: _lane().ask("barrier", (int(name), threads), 0),
-            named_barrier_or=lambda name, threads, flag: _lane().ask("barrier", (int(name), threads), flag),
             cp_async_16=cp_async_16,
             cp_async_wait=cp_async_wait,
             store_shared=store_shared,
@@ -296,11 +348,41 @@ class Emulator:
             mbarrier_init=mbarrier_init,
             mbarrier_arrive=mbarrier_arrive,
             mbarrier_done=mbarrier_done,
-            bulk_copy=bulk_copy,
             fence_async=lambda: None,
             exp2=lambda x: np.exp2(np.float32(x)),
             pack_bf16=lambda low, high: pack(low, high, to_bfloat16),
             pack_f16=lambda low, high: pack(low, high, lambda values: values.astype(np.float16)),
             shared_address=lambda array: np.uint32(SHARED_START),
             global_address=lambda array: np.uint64(self.block.starts[id(array)]),
+        )
+
+    def _make_wgmma(self) -> Any:
+        def copies_arrive(barrier: Any) -> None:
+            self.block.late.append((int(barrier), list(_lane().copies)))
+            _lane().copies.clear()
+
+        def start(kind: str, registers: bool) -> Any:
+            def product(c: Any, *operands: Any) -> None:
+                a = operands[:4] if registers else operands[0]
+                _lane().ask("warpgroup", "multiply", (c, kind, a, *operands[-2:]))
+
+            return product
+
+        def wait(c: Any) -> None:
+            _lane().ask("warpgroup", "multiply", None)
+
+        shared, registers = ({kind: start(kind, held) for kind in ("bf16", "f16")} for held in (False, True))
+        return SimpleNamespace(
+            BLOCK_BYTES=wgmma.BLOCK_BYTES,
+            swizzled=wgmma.swizzled,
+            descriptor=wgmma.descriptor,
+            score_from_shared=shared,
+            score_from_registers=registers,
+            value_from_shared=shared,
+            value_from_registers=registers,
+            wgmma_fence=lambda: None,
+            wgmma_commit=lambda: None,
+            wait_for_scores=wait,
+            wait_for_values=wait,
+            copies_arrive=copies_arrive,
         )

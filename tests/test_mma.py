@@ -7,7 +7,7 @@ import pytest
 
 from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
-from ddtree_numba.stages.tree_attention import mma
+from ddtree_numba.stages.tree_attention import mma, wgmma
 from ddtree_numba.stages.tree_attention.tensor_core import place_a, place_b, place_b_trans, place_weight
 from tests.helpers import on_device, on_host
 
@@ -147,7 +147,7 @@ if ON_GPU:
         product[lane, 0], product[lane, 1], product[lane, 2], product[lane, 3] = d0, d1, d2, d3
 
     @cuda.jit
-    def small_instructions(x, packed, powers, copied, bulk, agreed):
+    def small_instructions(x, packed, powers, copied, arrived):
         shared = cuda.shared.array(1024, np.float32)
         barrier = cuda.shared.array(2, np.uint64)
         t = cuda.threadIdx.x
@@ -156,7 +156,7 @@ if ON_GPU:
         powers[t] = mma.exp2(x[t])
         start, where = mma.shared_address(shared), mma.shared_address(barrier)
         if t == 0:
-            mma.mbarrier_init(where, 1)
+            mma.mbarrier_init(where, 128)
         mma.cp_async_16(start + np.uint32(16 * t), mma.global_address(x), 16 if t % 2 == 0 else 0)
         mma.cp_async_commit()
         mma.cp_async_wait()
@@ -165,15 +165,14 @@ if ON_GPU:
         for i in range(4):
             copied[t, i] = shared[4 * t + i]
             copied[t, 4 + i] = mma.load_shared_float(start + np.uint32(1024 + 16 * t + 4 * i))
-        mma.fence_async()
         cuda.syncthreads()
-        if t == 0:
-            mma.mbarrier_arrive(where, 128)
-            mma.bulk_copy(start, mma.global_address(x) + np.uint64(64), 128, where)
+        # Each thread arrives twice: itself, and when its copy is there.
+        mma.cp_async_16(start + np.uint32(16 * t), mma.global_address(x) + np.uint64(16 * (t % 32)), 16)
+        wgmma.copies_arrive(where)
+        mma.mbarrier_arrive(where)
         while mma.mbarrier_done(where, 0) == 0:
             pass
-        bulk[t] = shared[t % 32]
-        agreed[t] = mma.named_barrier_or(1, 64, np.uint32(t == 40)) + 2 * mma.named_barrier_or(1, 64, np.uint32(0))
+        arrived[t] = shared[4 * (63 - t) + 1]
 
 
 def halves(registers):
@@ -213,14 +212,13 @@ def test_models_agree_with_the_gpu(rng, trans, dtype):
 def test_small_instructions_on_the_gpu(rng):
     capability = tuple(cuda.get_current_device().compute_capability)
     if capability < (9, 0):
-        pytest.skip(f"bulk copies need compute capability 9.0, this GPU has {capability}")
+        pytest.skip(f"waiting at an mbarrier needs compute capability 9.0, this GPU has {capability}")
     x = rng.normal(size=128).astype(np.float32) * 4
     packed, powers = np.zeros((64, 2), np.uint32), np.full(64, np.nan, np.float32)
-    copied, bulk = np.full((64, 8), np.nan, np.float32), np.full(64, np.nan, np.float32)
-    agreed = np.zeros(64, np.uint32)
-    arrays = on_device((x, packed, powers, copied, bulk, agreed))
+    copied, arrived = np.full((64, 8), np.nan, np.float32), np.full(64, np.nan, np.float32)
+    arrays = on_device((x, packed, powers, copied, arrived))
     small_instructions[1, 64](*arrays)
-    packed, powers, copied, bulk, agreed = on_host(arrays[1:])
+    packed, powers, copied, arrived = on_host(arrays[1:])
     pairs = np.stack([x[:64], x[64:]], axis=1)
     np.testing.assert_array_equal(halves(packed[:, :1]), to_bfloat16(pairs))
     np.testing.assert_array_equal(halves(packed[:, 1:]), pairs.astype(np.float16).view(np.uint16))
@@ -228,5 +226,4 @@ def test_small_instructions_on_the_gpu(rng):
     t = np.arange(64)
     np.testing.assert_array_equal(copied[:, :4], np.where(t[:, None] % 2 == 0, x[:4], 0))
     np.testing.assert_array_equal(copied[:, 4:], np.stack([x[t], x[t], x[t + 1], t.astype(np.float32)], axis=1))
-    np.testing.assert_array_equal(bulk, x[16 + t % 32])
-    assert (agreed == 1).all()
+    np.testing.assert_array_equal(arrived, x[4 * ((63 - t) % 32) + 1])

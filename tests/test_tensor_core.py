@@ -16,11 +16,11 @@ from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.stages.tree_attention import (
     GPU_VERSIONS,
     VERSIONS,
-    ping_pong,
+    hopper,
     tensor_core,
     tree_attention,
 )
-from ddtree_numba.stages.tree_attention.ping_pong import PingPongTiling, launch_ping_pong, make_ping_pong_kernel
+from ddtree_numba.stages.tree_attention.hopper import HopperTiling, launch_hopper, make_hopper_kernel
 from ddtree_numba.stages.tree_attention.split_kv import split_buffers
 from ddtree_numba.stages.tree_attention.tensor_core import (
     Tiling,
@@ -37,23 +37,23 @@ from tests.test_tree_attention import NOBODY, arguments, random_batch, reference
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SMALLEST = {"bfloat16": 0.0, "float16": 2.0**-25}
 
-# Small ones for the emulator. `WIDE` has two row groups, as on an H200, but takes seconds a tile.
+# Small ones for the emulator. `WIDE` has two row groups, as on an H200, but takes seconds a tile, and so does `HOPPER`.
 ONE_GROUP = Tiling(128, 64, row_groups=1, keys=32, held=2)
 WIDE = Tiling(320, 256, row_groups=2, keys=64, held=4)
-TWO_GROUPS = PingPongTiling(128, 64, row_groups=2, keys=64, held=2)
+HOPPER = HopperTiling()
 
 
 def each(*tilings):
-    return pytest.mark.parametrize("tiling", tilings, ids=lambda t: f"{type(t).__name__}-{t.rows}x{t.width}")
+    return pytest.mark.parametrize("tiling", tilings, ids=lambda t: f"{type(t).__name__}-{t.rows}x{t.latent_width}")
 
 
-every_tiling = each(ONE_GROUP, TWO_GROUPS)
+every_tiling = each(ONE_GROUP, HOPPER)
 both_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
 def batch_for(rng, tiling, prefixes, counts, **options):
     options = {"heads": 3, "dtype": "bfloat16", "page_size": 16, "scale": 0.2, **options}
-    rope = tiling.width - tiling.latent_width
+    rope = 64 if isinstance(tiling, HopperTiling) else tiling.width - tiling.latent_width
     return random_batch(rng, prefixes, counts, latent=tiling.latent_width, rope=rope, **options)
 
 
@@ -72,11 +72,15 @@ def merged(parts, part_lse):
 def emulated(monkeypatch, rng, tiling, batch, splits=1):
     """Run the kernel's source over poisoned outputs; return (out, lse) as `tree_attention` does."""
     emulator = Emulator(rng)
-    for module in (tensor_core, ping_pong):
+    for module in (tensor_core, hopper):
         monkeypatch.setattr(module, "cuda", emulator.cuda)
         monkeypatch.setattr(module, "ptx", emulator.ptx)
-    make = make_ping_pong_kernel if isinstance(tiling, PingPongTiling) else make_tensor_core_kernel
-    kernel = make.__wrapped__(tiling, batch.q.dtype == np.uint16)  # past the cache of compiled kernels
+    monkeypatch.setattr(hopper, "wgmma", emulator.wgmma)
+    is_bfloat16 = batch.q.dtype == np.uint16
+    if isinstance(tiling, HopperTiling):
+        kernel = make_hopper_kernel.__wrapped__(is_bfloat16)  # past the cache of compiled kernels
+    else:
+        kernel = make_tensor_core_kernel.__wrapped__(tiling, is_bfloat16)
     B, N, H, D = batch.q.shape
     rows = splits * B * N * H
     parts, part_lse = poisoned(rows * batch.latent_width, np.float32), poisoned(rows, np.float32)
@@ -96,7 +100,7 @@ def launched(launch, batch, splits=None, tiling=None):
         parts.copy_to_device(poisoned(parts.shape, np.float32))
     out, lse = on_device((poisoned(shape, np.float32), poisoned(shape[:3], np.float32)))
     is_bfloat16 = np.int32(batch.q.dtype == np.uint16)
-    keywords = {"stream": 0, "splits": splits, "tiling": tiling}
+    keywords = {"stream": 0, "splits": splits, **({} if tiling is None else {"tiling": tiling})}
     launch(*on_device(batch[:6]), np.float32(batch.scale), is_bfloat16, out, lse, **keywords)
     return on_host((out, lse))
 
@@ -125,21 +129,22 @@ def assert_close(batch, got, expected=None):
 # ------------------------------------------------------------------------------------------- emulated, anywhere
 
 
-@every_tiling
-@both_dtypes
+@pytest.mark.parametrize(
+    ("tiling", "dtype"), [(ONE_GROUP, "bfloat16"), (ONE_GROUP, "float16"), (HOPPER, "float16")], ids=str
+)
 def test_emulated_kernel_equals_reference(monkeypatch, rng, tiling, dtype):
     """Two mask words, a prefix and a tree that end inside a tile, shuffled pages, NaN everywhere else."""
     batch = batch_for(rng, tiling, [50], [34], slots=36, heads=1, dtype=dtype)
     assert_close(batch, emulated(monkeypatch, rng, tiling, batch))
 
 
-@each(WIDE, PingPongTiling(128, 64, row_groups=1, keys=32, held=4))
+@each(WIDE)
 def test_emulated_other_number_of_row_groups(monkeypatch, rng, tiling):
     batch = batch_for(rng, tiling, [50], [17], slots=20)
     assert_close(batch, emulated(monkeypatch, rng, tiling, batch))
 
 
-@every_tiling
+@each(ONE_GROUP)
 def test_emulated_splits(monkeypatch, rng, tiling):
     """Four are more than there are tiles."""
     batch = batch_for(rng, tiling, [80], [5], page_size=1)
@@ -163,7 +168,7 @@ def test_emulated_spikes_move_the_maximum(monkeypatch, rng, tiling):
     assert_close(batch, emulated(monkeypatch, rng, tiling, batch))
 
 
-@every_tiling
+@each(ONE_GROUP)
 def test_emulated_node_that_sees_nothing(monkeypatch, rng, tiling):
     batch = batch_for(rng, tiling, [0], [9], heads=1)
     bits = batch.ancestor_bits.copy()
@@ -197,7 +202,7 @@ def test_every_tiling_fits_its_machine():
             assert tiling is not None and tiling.shared_bytes <= shared
     assert choose_tiling(576, 512, 48 * 1024) is None
     assert choose_tiling(576, 512, 227 * 1024).rows == 64
-    assert PingPongTiling(576, 512, 2, 64, 4).shared_bytes <= 227 * 1024
+    assert HopperTiling().shared_bytes <= 227 * 1024
 
 
 def test_splits_fill_the_machine_without_a_needless_wave():
@@ -240,29 +245,33 @@ import numba.cuda.dispatcher
 numba.cuda.dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(9, 0))
 from numba.cuda import types
 from ddtree_numba.backend import cuda
-from ddtree_numba.stages.tree_attention.ping_pong import PingPongTiling, make_ping_pong_kernel
+from ddtree_numba.stages.tree_attention.hopper import make_hopper_kernel
 from ddtree_numba.stages.tree_attention.tensor_core import Tiling, make_tensor_core_kernel
 
 def array(dtype, dimensions):
     return types.Array(dtype, dimensions, "C")
 
-sizes = 576, 512, 2, 64, 4
-for make, tiling in ((make_tensor_core_kernel, Tiling(*sizes)), (make_ping_pong_kernel, PingPongTiling(*sizes))):
-    for bfloat16, dtype in ((True, types.uint16), (False, types.float16)):
+for bfloat16, dtype in ((True, types.uint16), (False, types.float16)):
+    kind = "bf16" if bfloat16 else "f16"
+    tensor_core = make_tensor_core_kernel(Tiling(576, 512, 2, 64, 4), bfloat16), (9, 0), "mma.sync.aligned.m16n8k16"
+    hopper = make_hopper_kernel(bfloat16), (9, 0, "a"), "wgmma.mma_async.sync.aligned.m64n(?:64|256)k16"
+    for kernel, capability, product in (tensor_core, hopper):
         rows = array(dtype, 3), array(dtype, 3)
         lengths = array(types.int32, 2), array(types.int32, 1), array(types.uint32, 3), array(types.int32, 1)
         results = array(types.float32, 1), array(types.float32, 1)
-        kernel = make(tiling, bfloat16)
-        ptx, _ = cuda.compile_ptx(kernel.py_func, (*rows, *lengths, types.float32, *results), cc=(9, 0))
-        kind = "bf16" if bfloat16 else "f16"
-        products = len(re.findall(rf"mma.sync.aligned.m16n8k16.row.col.f32.{kind}", ptx))
+        ptx, _ = cuda.compile_ptx(kernel.py_func, (*rows, *lengths, types.float32, *results), cc=capability)
+        products = len(re.findall(rf"{product}[.a-z]*.f32.{kind}", ptx))
         local = len(re.findall(r"\\b(?:ld|st)\\.local", ptx))
-        print(make.__name__, kind, products, local)
+        print(kernel.py_func.__name__, kind, products, local)
 """
 
 
 def test_kernels_compile_to_registers_without_a_gpu():
-    """All loops unrolled: 144 products of scores and 128 of values; no array in local memory."""
+    """All loops unrolled, and no array in local memory.
+
+    `mma.sync`: 144 products of scores and 128 of values; `wgmma`: 36, and 4 of values each from registers and from
+    memory.
+    """
     if importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("needs numba-cuda (the extra cu12 or cu13), whose compiler runs without a GPU")
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "0"}
@@ -270,17 +279,17 @@ def test_kernels_compile_to_registers_without_a_gpu():
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines()]
     assert len(lines) == 4
-    assert all(line[2:] == ["272", "0"] for line in lines), run.stdout
+    expected = {"tensor_core_kernel": ["272", "0"], "hopper_kernel": ["44", "0"]}
+    assert all(line[2:] == expected[line[0]] for line in lines), run.stdout
 
 
 # --------------------------------------------------------------------------------------------------- on a GPU
 
-every_launcher = pytest.mark.parametrize("launch", [launch_tensor_core, launch_ping_pong])
+every_launcher = pytest.mark.parametrize("launch", [launch_tensor_core, launch_hopper])
 
 
 def skip_without(launch, width=576, latent_width=512):
-    module = tensor_core if launch is launch_tensor_core else ping_pong
-    fault = module.why_not_here(width, latent_width)
+    fault = tensor_core.why_not_here(width, latent_width) if launch is launch_tensor_core else hopper.why_not_here()
     if fault:
         pytest.skip(fault)
 
@@ -316,22 +325,45 @@ def test_64_heads(rng, launch):
 
 
 @pytest.mark.gpu
-@every_launcher
 @pytest.mark.parametrize("latent_width", [64, 256])
-def test_other_widths(rng, launch, latent_width):
-    skip_without(launch, latent_width + 64, latent_width)
+def test_other_widths(rng, latent_width):
+    skip_without(launch_tensor_core, latent_width + 64, latent_width)
     tiling = Tiling(latent_width + 64, latent_width, 1, 32, 2)
     batch = batch_for(rng, tiling, [100, 70], [33, 12], heads=8)
-    assert_close(batch, launched(launch, batch))
+    assert_close(batch, launched(launch_tensor_core, batch))
+
+
+@pytest.mark.gpu
+def test_the_variant_for_a_small_shared_memory(rng):
+    skip_without(launch_tensor_core)
+    batch = batch_for(rng, KIMI, [100, 700], [33, 12], heads=8, scale=0.1)
+    assert_close(batch, launched(launch_tensor_core, batch, 2, Tiling(576, 512, 1, 32, 8)))
 
 
 @pytest.mark.gpu
 @every_launcher
-def test_the_variant_for_a_small_shared_memory(rng, launch):
+def test_spikes_move_the_maximum(rng, launch):
+    """Rows grow along the prefix, so that the maxima of the two warpgroups move in turn; 1, 2, 3 and 40 tiles."""
     skip_without(launch)
-    tiling = Tiling(576, 512, 1, 32, 8) if launch is launch_tensor_core else PingPongTiling(576, 512, 1, 32, 4)
-    batch = batch_for(rng, KIMI, [100, 700], [33, 12], heads=8, scale=0.1)
-    assert_close(batch, launched(launch, batch, 2, tiling))
+    for prefix in (50, 100, 170, 2500):
+        batch = batch_for(rng, KIMI, [prefix], [9], heads=7, scale=0.1)
+        pool = from_bfloat16(batch.kv_pool)
+        for row in range(prefix + 9):
+            pool[batch.block_table[0, row // 16], row % 16] *= 1 + row // 32 % 9
+        batch = batch._replace(kv_pool=to_bfloat16(pool))
+        assert_close(batch, launched(launch, batch, 1))
+
+
+@pytest.mark.gpu
+@every_launcher
+def test_a_node_that_sees_nothing(rng, launch):
+    skip_without(launch)
+    batch = batch_for(rng, KIMI, [0], [70], heads=2)
+    bits = batch.ancestor_bits.copy()
+    bits[0, 4:] = 0
+    out, lse = launched(launch, batch._replace(ancestor_bits=bits), 1)
+    assert (out[0, 4:] == 0).all() and (lse[0, 4:] == -np.inf).all()
+    assert_close(batch._replace(ancestor_bits=bits), (out, lse))
 
 
 @pytest.mark.gpu
@@ -374,7 +406,7 @@ def test_rejects_what_it_cannot_take(rng, version):
         tree_attention(arrays[0], pool, *arrays[1:], wide.scale, latent_width=512, version=version)
     batch = random_batch(rng, [6], [3], latent=100, rope=28, dtype="float16")
     args, keywords = arguments(batch)
-    with pytest.raises(ValueError, match=rf"q: got rows of 100 \+ 28, version '{version}' needs 512 \+ 64 or"):
+    with pytest.raises(ValueError, match=rf"q: got rows of 100 \+ 28, version '{version}' needs 512 \+ 64"):
         tree_attention(*args, **keywords, version=version)
 
 

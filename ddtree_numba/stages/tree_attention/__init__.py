@@ -1,8 +1,8 @@
 """Stage 4: every tree node attends to its prefix and to its own branch, in the absorbed form of latent attention.
 
 A ladder of kernels with one signature: `reference` defines the answer, `naive` is the first kernel one would write,
-`shared_tile` loads every latent row once for many nodes and heads, `split_kv` cuts the keys over more blocks, and
-`tensor_core` multiplies with the tensor cores of a GPU, `ping_pong` keeps them busy.
+`shared_tile` loads every latent row once for many nodes and heads, `split_kv` cuts the keys over more blocks,
+`tensor_core` multiplies with the tensor cores of a GPU, and `hopper` lets those of a Hopper fetch their operands.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from ddtree_numba.arguments import Transfer
+from ddtree_numba.stages.tree_attention.hopper import launch_hopper
+from ddtree_numba.stages.tree_attention.hopper import why_not as why_not_hopper
 from ddtree_numba.stages.tree_attention.naive import launch_naive
-from ddtree_numba.stages.tree_attention.ping_pong import launch_ping_pong
 from ddtree_numba.stages.tree_attention.reference import check_arguments, check_pages, tree_attention_reference
 from ddtree_numba.stages.tree_attention.shared_tile import launch_shared_tile
 from ddtree_numba.stages.tree_attention.split_kv import launch_split_kv
-from ddtree_numba.stages.tree_attention.tensor_core import launch_tensor_core, why_not
+from ddtree_numba.stages.tree_attention.tensor_core import launch_tensor_core
+from ddtree_numba.stages.tree_attention.tensor_core import why_not as why_not_tensor_core
 
 __all__ = ["GPU_VERSIONS", "VERSIONS", "tree_attention", "tree_attention_reference"]
 
@@ -27,10 +29,10 @@ _LAUNCHERS: dict[str, Callable[..., None]] = {
     "shared_tile": launch_shared_tile,
     "split_kv": launch_split_kv,
     "tensor_core": launch_tensor_core,
-    "ping_pong": launch_ping_pong,
+    "hopper": launch_hopper,
 }
 
-GPU_VERSIONS: tuple[str, ...] = ("tensor_core", "ping_pong")
+GPU_VERSIONS: tuple[str, ...] = ("tensor_core", "hopper")
 """The rungs that need a GPU, 16-bit numbers and certain widths; elsewhere they raise `ValueError`."""
 
 VERSIONS: tuple[str, ...] = tuple(version for version in _LAUNCHERS if version not in GPU_VERSIONS)
@@ -83,8 +85,15 @@ def tree_attention(
     is_bfloat16 = np.int32(np.dtype(q.dtype) == np.uint16)
     if B * N * H > 0:
         if version == "auto":
-            version = "split_kv" if why_not(on_device[0], on_device[1], D_c) else "tensor_core"
+            version = _fastest(on_device[0], on_device[1], D_c)
         launch = _LAUNCHERS[version]
         launch(*on_device, np.float32(scale), is_bfloat16, result, lse, stream=transfer.stream)
     attended, log_sum_exp = transfer.finish(result, lse)
     return attended, log_sum_exp
+
+
+def _fastest(q: Any, kv_pool: Any, latent_width: int) -> str:
+    """Return the highest rung that can take these device arrays on this machine."""
+    if not why_not_hopper(q, kv_pool, latent_width):
+        return "hopper"
+    return "split_kv" if why_not_tensor_core(q, kv_pool, latent_width) else "tensor_core"

@@ -38,7 +38,6 @@ __all__ = [
     "A_LAYOUT",
     "B_LAYOUT",
     "C_LAYOUT",
-    "bulk_copy",
     "cp_async_16",
     "cp_async_commit",
     "cp_async_wait",
@@ -57,7 +56,6 @@ __all__ = [
     "mma_f16",
     "mma_model",
     "named_barrier",
-    "named_barrier_or",
     "pack_bf16",
     "pack_f16",
     "shared_address",
@@ -238,54 +236,37 @@ if ON_GPU:
         return signature, _ptx("bar.sync $0, $1;", "r,r,~{memory}", ir.VoidType())
 
     @intrinsic
-    def named_barrier_or(context, name, threads, flag):
-        """Meet as in `named_barrier`; returns 1 to all when any of the threads came with a `flag` that is not 0.
-
-        PTX: ``bar.red.or.pred q, name, threads, p``.
-        """
-        signature = types.uint32(types.uint32, types.uint32, types.uint32)
-        template = "{ .reg .pred p, q; setp.ne.u32 p, $3, 0; bar.red.or.pred q, $1, $2, p; selp.u32 $0, 1, 0, q; }"
-        return signature, _ptx(template, "=r,r,r,r,~{memory}", _U32)
-
-    @intrinsic
     def mbarrier_init(context, address, arrivals):
-        """Make 8 bytes of shared memory a barrier whose phases each end after so many arrivals and announced bytes.
+        """Make 8 bytes of shared memory a barrier whose phases each end after so many arrivals. PTX: ``mbarrier.init``.
 
-        PTX: ``mbarrier.init``; then ``fence.proxy.async``, because the copy engine is to see it too.
+        Unlike `named_barrier` nobody has to wait who arrives, and copies can arrive too.
         """
-        template = "mbarrier.init.shared::cta.b64 [$0], $1; fence.proxy.async.shared::cta;"
+        template = "mbarrier.init.shared::cta.b64 [$0], $1;"
         return types.void(types.uint32, types.uint32), _ptx(template, "r,r,~{memory}", ir.VoidType())
 
     @intrinsic
-    def mbarrier_arrive(context, address, size):
-        """Arrive, and announce `size` bytes that copies will bring. PTX: ``mbarrier.arrive.expect_tx``."""
-        template = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
-        return types.void(types.uint32, types.uint32), _ptx(template, "r,r,~{memory}", ir.VoidType())
+    def mbarrier_arrive(context, address):
+        """Arrive; what this thread has written is visible to who waits. PTX: ``mbarrier.arrive``."""
+        template = "mbarrier.arrive.shared::cta.b64 _, [$0];"
+        return types.void(types.uint32), _ptx(template, "r,~{memory}", ir.VoidType())
 
     @intrinsic
     def mbarrier_done(context, address, parity):
         """Wait a while for the phase of `parity` (0, 1, 0, ...) to end; returns 1 when it has, so that one asks again.
 
-        PTX: ``mbarrier.try_wait.parity``. What was copied and what others wrote before arriving is visible then.
+        PTX: ``mbarrier.try_wait.parity``, compute capability 9.0. What was copied and what others wrote before arriving
+        is visible then.
         """
         signature = types.uint32(types.uint32, types.uint32)
         template = "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }"
         return signature, _ptx(template, "=r,r,r,~{memory}", _U32)
 
     @intrinsic
-    def bulk_copy(context, shared, source, size, barrier):
-        """Let the copy engine bring `size` bytes from global to shared memory; it tells `barrier` when they are there.
-
-        PTX: ``cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes``, compute capability 9.0. One
-        instruction of one thread for a whole row: no registers, no part in the traffic of loads. All of it in 16s.
-        """
-        signature = types.void(types.uint32, types.uint64, types.uint32, types.uint32)
-        template = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-        return signature, _ptx(template, "r,l,r,r,~{memory}", ir.VoidType())
-
-    @intrinsic
     def fence_async(context):
-        """Put this thread's use of shared memory before that of copies started later. PTX: ``fence.proxy.async``."""
+        """Put what this thread has seen and written of shared memory before what the tensor cores read of it later.
+
+        PTX: ``fence.proxy.async``: `wgmma` reads past the path of ordinary loads and stores.
+        """
         return types.void(), _ptx("fence.proxy.async.shared::cta;", "~{memory}", ir.VoidType())
 
     @intrinsic
@@ -372,7 +353,7 @@ else:
         raise NotImplementedError("tensor-core instructions need a GPU; Numba's simulator has none")
 
     mma_bf16 = mma_f16 = ldmatrix_x4 = ldmatrix_x4_trans = _missing
-    named_barrier_or = mbarrier_init = mbarrier_arrive = mbarrier_done = bulk_copy = fence_async = _missing
+    mbarrier_init = mbarrier_arrive = mbarrier_done = fence_async = _missing
     cp_async_16 = cp_async_commit = cp_async_wait = named_barrier = _missing
     exp2 = pack_bf16 = pack_f16 = load_shared_4 = store_shared_4 = load_shared_float = store_shared = _missing
     global_address = shared_address = store_global_2 = _missing

@@ -29,7 +29,7 @@ What it buys: 0.59 PFLOP/s of matrix products instead of 0.06 of multiply-adds. 
 What it costs: 230 KB of shared memory and 255 registers a thread: one block for each multiprocessor, and nothing to
 hide a bubble behind.
 
-A Hopper rung (`wgmma`, whose operands come from shared memory with no fragments at all) would stand beside this one.
+On a Hopper the rung above, `hopper`, is faster; this one runs from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ __all__ = [
     "place_weight",
     "why_not",
     "why_not_here",
+    "why_not_these",
 ]
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -678,21 +679,27 @@ def launch_in_splits(
 
 def why_not(q: Any, kv_pool: Any, latent_width: int) -> str | None:
     """Return why this version can't take these device arrays on this machine, in one line, or None when it can."""
+    fault = why_not_these("tensor_core", SHAPES, q, kv_pool, latent_width)
+    return fault or why_not_here(q.shape[3], latent_width)
+
+
+def why_not_these(version: str, shapes: Any, q: Any, kv_pool: Any, latent_width: int) -> str | None:
+    """Return why a tensor-core `version` for rows of `shapes` can't take these device arrays, in one line, or None."""
     width = q.shape[3]
     if not ON_GPU:
-        return "version: got 'tensor_core', needs a GPU with tensor cores: the simulator has none"
+        return f"version: got '{version}', needs a GPU with tensor cores: the simulator has none"
     if q.dtype not in (np.dtype(np.uint16), np.dtype(np.float16)):
-        return f"q: got {q.dtype}, version 'tensor_core' needs float16 or uint16 (bfloat16)"
-    if (latent_width, width - latent_width) not in SHAPES:
-        shapes = " or ".join(f"{latent} + {rope}" for latent, rope in SHAPES)
-        return f"q: got rows of {latent_width} + {width - latent_width}, version 'tensor_core' needs {shapes}"
+        return f"q: got {q.dtype}, version '{version}' needs float16 or uint16 (bfloat16)"
+    if (latent_width, width - latent_width) not in shapes:
+        needed = " or ".join(f"{latent} + {rope}" for latent, rope in shapes)
+        return f"q: got rows of {latent_width} + {width - latent_width}, version '{version}' needs {needed}"
     for name, array in (("q", q), ("kv_pool", kv_pool)):
         address = array.__cuda_array_interface__["data"][0]
         if address % 16:
-            return f"{name}: got address {address:#x}, version 'tensor_core' needs a multiple of 16 bytes"
+            return f"{name}: got address {address:#x}, version '{version}' needs a multiple of 16 bytes"
     if kv_pool.shape[0] * kv_pool.shape[1] >= 2**31:
-        return f"kv_pool: got {kv_pool.shape[0] * kv_pool.shape[1]} rows, version 'tensor_core' needs fewer than 2^31"
-    return why_not_here(width, latent_width)
+        return f"kv_pool: got {kv_pool.shape[0] * kv_pool.shape[1]} rows, version '{version}' needs fewer than 2^31"
+    return None
 
 
 def why_not_here(width: int, latent_width: int) -> str | None:
