@@ -385,4 +385,6 @@ class Emulator:
             wait_for_scores=wait,
             wait_for_values=wait,
             copies_arrive=copies_arrive,
+            more_registers=lambda: None,
+            fewer_registers=lambda: None,
         )

@@ -11,23 +11,24 @@ A block has 64 rows and two warpgroups, and goes through its tiles of 64 keys in
     warpgroup 1   scores 1  values 0  softmax 1  values 1  scores 3 ...
 
 Each warpgroup has the scores of every other tile, all 64 rows, so that a row lies in four lanes and its maximum takes
-two shuffles. And it has half of the 512 output columns, of every tile: 128 registers of a thread. So the weights of a
-tile go to the other warpgroup through shared memory, 8 KB, and the new maxima with them. The warpgroup's own product
-takes the weights from registers: accumulators of one `wgmma` are laid out as A of the next.
+two shuffles. And it has half of the 512 output columns, of every tile: 128 registers of a thread. So the weights
+of a tile go to the other warpgroup through shared memory, 8 KB, and the new maxima with them. The warpgroup's own
+product takes the weights from registers: accumulators of one `wgmma` are laid out as A of the next.
 
-A warpgroup copies for itself the columns that it alone reads last, as soon as its values of a tile are added. Nobody
-waits for a place to become free, and an mbarrier counts the copies in. The order above is what makes this work: with
-`values 1` after `scores 2` the copies of one tile waited for the scores of the next, and all was 1.27 times as slow.
+A third warpgroup does nothing but copy (`cp.async`), into whichever half of a tile's columns has become free: a half is
+free when the warpgroup that has these columns has added their values. Mbarriers say what is free and what is complete,
+so nobody waits for anybody else. The order above is what makes that work: with `values 1` after `scores 2` the copies
+of one tile waited for the scores of the next. Copying takes few registers and multiplying takes many, so the third
+warpgroup gives most of its own away (`setmaxnreg`).
 
 227 KB of shared memory hold Q (72 KB), two tiles (144 KB) and the weights of one. The other tile's weights take the
 place of Q's rope columns, of which each warpgroup keeps its copy in 16 registers.
 
-What it buys, measured on an H200 (8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 570 us, 531 TFLOP/s, where
-`tensor_core` takes 961 and three operations of torch 1235.
+What it buys, measured on an H200 (8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 478 us, 633 TFLOP/s, where
+`tensor_core` takes 961 and three operations of torch 1235. On the way: 725 us with `values 1` after `scores 2`; 570 us
+with each warpgroup copying for itself, which took a sixth of its time.
 
-What it costs: compute capability 9.0 and no other, rows of 512 + 64 and no others, and 226 KB of shared memory. What
-holds it now, by its profile: of 3,950 clocks for a tile the tensor cores need 2,180; a warpgroup spends a sixth of its
-time with starting copies, and another with waiting for the other one's weights and for tiles.
+What it costs: compute capability 9.0 and no other, rows of 512 + 64 and no others, and 226 KB of shared memory.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class HopperTiling(NamedTuple):
     """Latent rows of a tile."""
     latent_width: int = LATENT
     """D_c."""
-    threads: int = 256
-    """Threads of a block: two warpgroups."""
-    shared_bytes: int = 1024 + 3 * TILE + BLOCK + 2 * 4 * ROWS + 4 * ROWS + 64
+    threads: int = 384
+    """Threads of a block: two warpgroups that multiply and one that copies."""
+    shared_bytes: int = 1024 + 3 * TILE + BLOCK + 2 * 4 * ROWS + 80
     """Bytes of dynamic shared memory, with what aligning the start may take."""
 
 
@@ -88,9 +89,11 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
     score_from_shared, score_from_registers = wgmma.score_from_shared[kind], wgmma.score_from_registers[kind]
     value_from_shared, value_from_registers = wgmma.value_from_shared[kind], wgmma.value_from_registers[kind]
     wgmma_fence, wgmma_commit = wgmma.wgmma_fence, wgmma.wgmma_commit
+    more_registers, fewer_registers = wgmma.more_registers, wgmma.fewer_registers
     wait_for_scores, wait_for_values, copies_arrive = wgmma.wait_for_scores, wgmma.wait_for_values, wgmma.copies_arrive
     cp_async_16, cp_async_wait, exp2, ldmatrix_x4 = ptx.cp_async_16, ptx.cp_async_wait, ptx.exp2, ptx.ldmatrix_x4
     mbarrier_init, mbarrier_arrive, mbarrier_done = ptx.mbarrier_init, ptx.mbarrier_arrive, ptx.mbarrier_done
+    named_barrier = ptx.named_barrier
     fence_async, shared_address, global_address = ptx.fence_async, ptx.shared_address, ptx.global_address
     load_shared_float, store_shared, store_global_2 = ptx.load_shared_float, ptx.store_shared, ptx.store_global_2
     inline = cuda.jit(device=True, forceinline=True)
@@ -135,9 +138,8 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         return row, look_up(block_table, b, at[1]), at
 
     @inline
-    def copy_half(pool, row, tile, group, lane, thread, barrier):
-        """Start the copies of this warpgroup's columns of a tile, and of half of the rope's; `barrier` hears of the
-        end.
+    def copy_half(pool, row, tile, half, lane, thread):
+        """Start the copies of one warpgroup's columns of a tile, and of half of the rope's.
 
         A thread copies chunk `thread` % 8 of every block, of rows `thread` / 8 + 0, 16, 32 and 48. Lane l knows the
         pool row of the l-th of its warp's 16 rows.
@@ -148,13 +150,12 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
             pool_row = np.uint32(cuda.shfl_sync(ALL_LANES, np.int32(row), (lane >> 3) + 4 * k))
             size = np.uint32(16) - ((pool_row >> np.uint32(27)) & np.uint32(16))
             source = pool + np.uint64(pool_row & ~MISSING) * np.uint64(ROW_BYTES) + np.uint64(chunk * 16)
-            half = source + np.uint64(group * HALF * 2)
+            columns = source + np.uint64(half * HALF * 2)
             for block in range(4):
-                target = place + np.uint32(group * 4 * BLOCK + block * BLOCK + k * 2048)
-                cp_async_16(target, half + np.uint64(block * 128), size)
-            if k >> 1 == group:
+                target = place + np.uint32(half * 4 * BLOCK + block * BLOCK + k * 2048)
+                cp_async_16(target, columns + np.uint64(block * 128), size)
+            if k >> 1 == half:
                 cp_async_16(place + np.uint32(ROPE * BLOCK + k * 2048), source + np.uint64(ROPE * 128), size)
-        copies_arrive(barrier)
 
     @inline
     def visible(ancestor_bits, b, node, slot):
@@ -214,7 +215,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                     if (w >> np.uint32(8 * n + e)) & np.uint32(1) == 0:
                         scores[16 * word + 4 * n + first + e] = NOTHING
 
-    @cuda.jit(lto=False)
+    @cuda.jit(lto=False, launch_bounds=(384, 1))
     def hopper_kernel(q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count, scale, out, lse):
         """Attend from ROWS (node, head) pairs of one request to its keys, or to one split of them.
 
@@ -231,7 +232,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
 
         A row whose page lies outside the block table or the pool is not seen: the kernel never reads outside.
 
-        Launch: grid (ceil(N * H / ROWS), splits, B), block 256, `HopperTiling.shared_bytes` of dynamic shared memory.
+        Launch: grid (ceil(N * H / ROWS), splits, B), block 384, `HopperTiling.shared_bytes` of dynamic shared memory.
         Needs: compute capability 9.0; D_c 512, D_r 64; fewer than 2^31 rows in the pool and pairs in a request.
         """
         dynamic = cuda.shared.array(0, np.uint8)
@@ -255,7 +256,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         first_tile = np.int32(tiles * split // splits)
         count = np.int32(tiles * (split + 1) // splits) - first_tile
         if first_pair >= used or count <= 0:  # for the whole block, so no barrier is left waiting
-            for row in range(cuda.threadIdx.x >> 5, min(ROWS, pairs - first_pair), 8):
+            for row in range(cuda.threadIdx.x >> 5, min(ROWS, pairs - first_pair), 12):
                 if splits == 1:  # parts that saw nothing are not read by the merge
                     for column in range(2 * lane, LATENT, 64):
                         zeros = out_address + np.uint64(row * (4 * LATENT) + column * 4)
@@ -269,19 +270,21 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         weights_0 = tiles_shared + np.uint32(2 * TILE)  # of even tiles; of odd ones:
         weights_1 = q_shared + np.uint32(ROPE * BLOCK)
         maxima = weights_0 + np.uint32(BLOCK)  # one float32 for each row, of the even and of the odd tile
-        sums = maxima + np.uint32(2 * 4 * ROWS)  # one float32 for each row
-        complete = sums + np.uint32(4 * ROWS)  # two barriers: the tile in this place is there
-        weighed = complete + np.uint32(16)  # two barriers: the weights of the tile in this place are there
-        missing_flag = weighed + np.uint32(16)  # float32: 1 once a row in sight has no page
+        complete = maxima + np.uint32(2 * 4 * ROWS)  # a barrier for each place: the tile is there
+        weighed = complete + np.uint32(16)  # a barrier for each place: the weights of the tile are there
+        freed = weighed + np.uint32(16)  # two barriers for each place: a warpgroup's columns of the tile are done with
+        missing_flag = freed + np.uint32(32)  # float32: 1 once a row in sight has no page
         if cuda.threadIdx.x == 0:
             for place in range(2):
-                mbarrier_init(complete + np.uint32(8 * place), 256)
+                mbarrier_init(complete + np.uint32(8 * place), 128)
+                mbarrier_init(freed + np.uint32(16 * place), 128)
+                mbarrier_init(freed + np.uint32(16 * place + 8), 128)
                 mbarrier_init(weighed + np.uint32(8 * place), 128)
             store_shared(missing_flag, np.float32(0))
 
         # Q, a row of 72 chunks for each warp.
         q_row = global_address(q) + np.uint64((np.int64(b) * pairs + first_pair) * ROW_BYTES)
-        for row in range(cuda.threadIdx.x >> 5, ROWS, 8):
+        for row in range(cuda.threadIdx.x >> 5, ROWS, 12):
             there = first_pair + row < used
             for chunk in range(lane, WIDTH // 8, 32):
                 target = q_shared + np.uint32((chunk >> 3) * BLOCK + swizzled(row, chunk & 7))
@@ -291,6 +294,33 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         fence_async()
         cuda.syncthreads()  # Q is complete, and the barriers are ready
 
+        if group == 2:  # copies, and nothing else
+            fewer_registers()
+            cuda.syncthreads()  # the others have taken the rope columns of Q
+            pool = global_address(kv_pool)
+            # This lane knows the pool row of one row of the tile to be copied, and the page of the row a tile further.
+            key = np.int32(first_tile * KEYS + 4 * warp + (lane & 3) + 16 * ((lane >> 2) & 3))
+            at = key, np.uint32(key) // page_size, np.uint32(key) % page_size
+            stride = np.uint32(KEYS) // page_size, np.uint32(KEYS) % page_size
+            page = look_up(block_table, b, at[1])
+            t = np.int32(0)
+            while t < count:
+                row, page, at = further(block_table, b, page, at, stride, end, pages, page_size, missing_flag)
+                place = np.uint32(t & 1)
+                phase_before = np.uint32(((t >> 1) & 1) ^ 1)
+                turn = np.int32(0)
+                while turn < 2:
+                    half = np.int32(turn ^ (t & 1))  # the one that becomes free first
+                    if t >= 2:
+                        wait(freed + np.uint32(16) * place + np.uint32(8 * half), phase_before)
+                    copy_half(pool, row, tiles_shared + place * np.uint32(TILE), half, lane, thread)
+                    turn += np.int32(1)
+                copies_arrive(complete + np.uint32(8) * place)
+                t += np.int32(1)
+            cp_async_wait()
+            return
+
+        more_registers()  # what the copying warps don't need
         rope = cuda.local.array(16, np.uint32)
         rope_row = 16 * warp + (lane & 15)
         for step in range(4):
@@ -298,23 +328,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
             address = weights_1 + np.uint32(swizzled(rope_row, 2 * step + (lane >> 4)))
             rope[r], rope[r + 1], rope[r + 2], rope[r + 3] = ldmatrix_x4(address)
 
-        # This lane knows the pool row of one row of the tile that is copied next, and the page of the row a tile
-        # further.
-        pool = global_address(kv_pool)
-        key = np.int32(first_tile * KEYS + 4 * warp + (lane & 3) + 16 * ((lane >> 2) & 3))
-        at = key, np.uint32(key) // page_size, np.uint32(key) % page_size
-        stride = np.uint32(KEYS) // page_size, np.uint32(KEYS) % page_size
-        page = look_up(block_table, b, at[1])
-        row, page, at = further(block_table, b, page, at, stride, end, pages, page_size, missing_flag)
-        coming = np.int32(0)  # the next tile to be copied
-        while coming < min(2, count):
-            tile_shared, barrier = tiles_shared + np.uint32(coming * TILE), complete + np.uint32(8 * coming)
-            copy_half(pool, row, tile_shared, group, lane, thread, barrier)
-            row, page, at = further(block_table, b, page, at, stride, end, pages, page_size, missing_flag)
-            coming += np.int32(1)
-
-        # A thread has rows my_row and my_row + 8 of all scores and values, columns 2 `member`, 2 `member` + 1 of every
-        # 8.
+        # A thread has rows my_row and my_row + 8 of all scores and values, and of 8 columns 2 `member` and the next.
         member = lane & 3
         my_row = 16 * warp + (lane >> 2)
         node_0 = min(first_pair + my_row, used - 1) // heads
@@ -445,11 +459,8 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                         wgmma_commit()
                         wait_for_values(acc)
 
-                    # 6. This warpgroup's columns of the tile are done with: those of the next but one take their place.
-                    if coming < count:
-                        copy_half(pool, row, tile_shared, group, lane, thread, complete + place * np.uint32(8))
-                        coming += np.int32(1)
-                        row, page, at = further(block_table, b, page, at, stride, end, pages, page_size, missing_flag)
+                    # 6. This warpgroup's columns of the tile are done with.
+                    mbarrier_arrive(freed + np.uint32(16) * place + np.uint32(8 * group))
                 turn += np.int32(1)
             pair += np.int32(2)
 
@@ -458,11 +469,11 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
             total_0 += cuda.shfl_xor_sync(ALL_LANES, total_0, distance)
             total_1 += cuda.shfl_xor_sync(ALL_LANES, total_1, distance)
         mailbox = maxima + np.uint32(4 * (ROWS * group + my_row))
-        cuda.syncthreads()  # nobody needs the maxima any more
+        named_barrier(1, 256)  # nobody needs the maxima any more
         if member == 0:
             store_shared(mailbox, total_0)
             store_shared(mailbox + np.uint32(32), total_1)
-        cuda.syncthreads()
+        named_barrier(1, 256)
         other = maxima + np.uint32(4 * (ROWS * (1 - group) + my_row))
         total_0 += load_shared_float(other)
         total_1 += load_shared_float(other + np.uint32(32))

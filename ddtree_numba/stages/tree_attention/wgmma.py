@@ -36,6 +36,8 @@ __all__ = [
     "accumulator_layout",
     "copies_arrive",
     "descriptor",
+    "fewer_registers",
+    "more_registers",
     "operand_model",
     "score_from_registers",
     "score_from_shared",
@@ -245,6 +247,19 @@ if ON_GPU:
         template = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
         return types.void(types.uint32), _ptx(template, "r,~{memory}", ir.VoidType())
 
+    @intrinsic
+    def more_registers(context):
+        """Take registers, 232 for each thread of this warpgroup, and wait until others have given them away.
+
+        PTX: ``setmaxnreg.inc``. The kernel starts with as many for all, 168 for 384 threads (``launch_bounds``).
+        """
+        return types.void(), _ptx("setmaxnreg.inc.sync.aligned.u32 232;", "~{memory}", ir.VoidType())
+
+    @intrinsic
+    def fewer_registers(context):
+        """Give registers away: 40 are left for each thread of this warpgroup. PTX: ``setmaxnreg.dec``."""
+        return types.void(), _ptx("setmaxnreg.dec.sync.aligned.u32 40;", "~{memory}", ir.VoidType())
+
 else:
 
     def _missing(*arguments: Any) -> Any:
@@ -254,3 +269,4 @@ else:
         ("bf16", "f16"), _missing
     )
     wgmma_fence = wgmma_commit = wait_for_scores = wait_for_values = copies_arrive = _missing
+    more_registers = fewer_registers = _missing
