@@ -30,10 +30,11 @@ from rich.text import Text
 from ddtree_numba import __version__
 from ddtree_numba.backend import BACKEND, describe
 from ddtree_numba.draft_tree import MAX_BUDGET
+from ddtree_numba.engine.arithmetic import MissingCuPyError, arithmetic_of
 from ddtree_numba.engine.byte_tokenizer import TextStream, decode_text, encode_text
 from ddtree_numba.engine.checkpoint import CheckpointError
-from ddtree_numba.engine.decoding import BACKENDS, MAX_NEW_TOKENS, MODES, Decoder, Round
-from ddtree_numba.engine.model_pair import DEFAULT_MODEL, ModelPair, load_model
+from ddtree_numba.engine.decoding import MAX_NEW_TOKENS, MODES, Decoder, Round
+from ddtree_numba.engine.model_pair import BACKENDS, DEFAULT_MODEL, ModelPair, load_model
 
 if TYPE_CHECKING:
     from ddtree_numba.draft_tree import DraftTree
@@ -176,6 +177,11 @@ def _check_backend(backend: str) -> str:
         raise _RefusedError("--backend", repr(backend), hint)
     if backend == "gpu" and (fault := _kernels_place()[1]):
         raise _RefusedError("--backend", f"'gpu' ({fault})", "a GPU that works")
+    try:
+        arithmetic_of(backend)
+    except MissingCuPyError as error:
+        reason, _, command = str(error).partition("; ")
+        raise _RefusedError("--backend", f"{backend!r} ({reason})", command) from None
     return backend
 
 
@@ -246,12 +252,12 @@ def generate(
     _check_backend(backend)
     content = _read_prompt(prompt, prompt_file)
     with _JsonOutput(json_file) as output:
-        pair = load_model(model)
+        pair = load_model(model, backend)
         tokens = _tokens_of(content, pair)
         notes = Console(stderr=True, highlight=False)
         _announce(notes, backend, pair)
-        decoders = [Decoder(pair, each, budget, backend=backend) for each in (MODES if compare else (mode,))]
-        if backend == "numpy":
+        decoders = [Decoder(pair, each, budget) for each in (MODES if compare else (mode,))]
+        if backend != "simulator":
             _warm_up(decoders, tokens)
         runs = []
         for decoder in decoders:
@@ -284,7 +290,7 @@ def _announce(notes: Console, backend: str, pair: ModelPair) -> None:
 
 
 def _warm_up(decoders: list[Decoder], tokens: list[int]) -> None:
-    """One untimed round in each mode: BLAS starts its threads and memory is touched for the first time."""
+    """One untimed round in each mode: what is compiled at first use is, and memory is touched for the first time."""
     for decoder in decoders:
         next(decoder.decode(tokens, 1))
 
@@ -515,10 +521,10 @@ def tree(
     _whole("--round", number, 1)
     _check_backend(backend)
     content = _read_prompt(prompt, prompt_file)
-    pair = load_model(model)
+    pair = load_model(model, backend)
     tokens = _tokens_of(content, pair)
     _announce(Console(stderr=True, highlight=False), backend, pair)
-    decoder = Decoder(pair, "tree", budget, backend=backend)
+    decoder = Decoder(pair, "tree", budget)
     seen, shown = 0, None
     before: list[int] = []
     for a_round in decoder.decode(tokens, pair.context):

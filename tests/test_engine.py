@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ddtree_numba.backend import BACKEND
+from ddtree_numba.backend import BACKEND, ON_GPU
 from ddtree_numba.draft_tree import check_tree
+from ddtree_numba.engine.arithmetic import Arithmetic, LibraryMatrix, MissingCuPyError, arithmetic_of
 from ddtree_numba.engine.byte_tokenizer import BOS, EOS, encode_text
 from ddtree_numba.engine.decoding import MODES, Decoder, Round, _Sequence, greedy
-from ddtree_numba.engine.model_pair import ModelPair, load_model
+from ddtree_numba.engine.model_pair import ModelPair, load_model, read_model
 from ddtree_numba.engine.stage_backend import NumpyStages, chain_bits
-from tests import tiny_model
+from tests import guarded_arrays, tiny_model
 
 PROMPTS = Path(__file__).parent / "data" / "held_out_prompts.json"
 TINY_PROMPT = encode_text("def f(x):")
@@ -31,6 +33,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def tiny(folder) -> ModelPair:
     return load_model(folder)
+
+
+@pytest.fixture
+def on_kernels(folder) -> ModelPair:
+    """The same model, its stages run by the kernels of this process: in the simulator, or on the GPU with CuPy."""
+    if ON_GPU:
+        pytest.importorskip("cupy", reason="the engine's arrays on a GPU are CuPy's")
+    return load_model(folder, BACKEND)
 
 
 def decode(pair: ModelPair, mode: str, prompt, count: int, budget: int = 12, **options) -> list[Round]:
@@ -144,14 +154,14 @@ def test_what_is_kept_of_accepted_tokens_is_what_the_text_alone_gives(tiny, mode
     """The drafter's context and the KV rows, gathered round by round, to the last bit: a wrong row costs only speed."""
     pair = with_knowing(tiny, [0, 1, 0, 2, 0])
     decoder = Decoder(pair, mode, 40)
-    states = [_Sequence(pair, NumpyStages(decoder.budget, 1 if mode == "chain" else None), decoder.budget, greedy)]
+    states = [_Sequence(pair, decoder.budget, 1 if mode == "chain" else None, greedy)]
     text, root = TINY_PROMPT[:-1], TINY_PROMPT[-1]
     states[0].prefill(text)
     for _ in range(6):
-        _, _, _, path = states[0].round(root)
+        path = states[0].round(root).path
         emitted = path.accept_tokens[0, : path.accept_count[0]].tolist()
         text, root = [*text, root, *emitted[:-1]], emitted[-1]
-    states.append(_Sequence(pair, NumpyStages(5), 5, greedy))
+    states.append(_Sequence(pair, 5, None, greedy))
     states[1].prefill(text)
     grown, plain = pair.drafter.contexts
     assert grown.length == plain.length == len(text) > len(TINY_PROMPT) + 5
@@ -293,11 +303,12 @@ def test_chain_bits():
 
 
 @pytest.mark.parametrize("mode, budget", [("autoregressive", 0), ("chain", 5), ("tree", 4)])
-def test_kernels_give_what_numpy_gives(tiny, mode, budget):
-    pair = with_knowing(tiny, [0] * 5 if mode == "chain" else [1, 0, 0, 0, 0], 10)  # in the tree rows have to move
-    prompt = TINY_PROMPT
-    expected = decode(pair, mode, prompt, 7, budget)
-    got = decode(pair, mode, prompt, 7, budget, backend=BACKEND)
+def test_kernels_give_what_numpy_gives(tiny, on_kernels, mode, budget):
+    ranks = [0] * 5 if mode == "chain" else [1, 0, 0, 0, 0]  # in the tree rows have to move
+    pair = with_knowing(tiny, ranks, 10)
+    text = pair.drafter._text
+    expected = decode(pair, mode, TINY_PROMPT, 7, budget)
+    got = decode(on_kernels._replace(drafter=Knowing(on_kernels, text, ranks)), mode, TINY_PROMPT, 7, budget)
     assert tokens_of(got) == tokens_of(expected)
     assert mode != "tree" or any(each.path.accept_slots[0, 1] > 1 for each in expected[:-1])
     for a, b in zip(got, expected, strict=True):
@@ -310,21 +321,79 @@ def test_kernels_give_what_numpy_gives(tiny, mode, budget):
         np.testing.assert_array_equal(a.positions, b.positions)
 
 
-def test_kernels_decode_with_a_drafter_that_gives_nothing(tiny):
-    tiny.drafter.forward = lambda context, root: np.full((5, 258), -np.inf, np.float32)
+def test_kernels_decode_with_a_drafter_that_gives_nothing(tiny, on_kernels):
+    on_kernels.drafter.forward = lambda context, root: np.full((5, 258), -np.inf, np.float32)
     expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 3))
-    assert tokens_of(decode(tiny, "tree", TINY_PROMPT, 3, 3, backend=BACKEND)) == expected
+    rounds = decode(on_kernels, "tree", TINY_PROMPT, 3, 3)
+    assert tokens_of(rounds) == expected
+    assert all(each.tree.node_count[0] == 1 and not each.target_tokens[0, 1:].any() for each in rounds)
+
+
+def test_kernels_with_the_model_s_own_drafter(tiny, on_kernels):
+    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 6))
+    assert tokens_of(decode(on_kernels, "tree", TINY_PROMPT, 6, 3)) == expected
+
+
+@pytest.mark.skipif(ON_GPU, reason="NumPy's arrays stand in for the device's; a GPU has CuPy's")
+@pytest.mark.parametrize("mode, budget", [("autoregressive", 0), ("chain", 5), ("tree", 4)])
+def test_the_gpu_s_way_with_numpy_standing_in(folder, tiny, mode, budget):
+    """All that `--backend gpu` does but CuPy itself: library products, and no array of the model meets one of the host."""
+    xp = guarded_arrays
+    pair = read_model(folder, BACKEND, Arithmetic(xp, lambda weight: LibraryMatrix(xp, weight)))
+    ranks = [0] * 5 if mode == "chain" else [1, 0, 0, 0, 0]
+    text = with_knowing(tiny, ranks, 10).drafter._text
+    expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 7))
+    assert (
+        tokens_of(decode(pair._replace(drafter=Knowing(pair, text, ranks)), mode, TINY_PROMPT, 7, budget)) == expected
+    )
+    assert tokens_of(decode(pair, mode, TINY_PROMPT, 3, budget)) == expected[:3], "with the model's own drafter"
+    assert type(pair.target.embedding) is xp.DeviceArray
+
+
+def test_the_guard_of_the_stand_in_works():
+    xp = guarded_arrays
+    there, here = xp.asarray(np.ones(3, np.float32)), np.ones(3, np.float32)
+    for mixed in (lambda: there + here, lambda: np.add(there, here, out=here), lambda: there[np.array([0, 1])]):
+        with pytest.raises(TypeError, match="a device array meets"):
+            mixed()
+    with pytest.raises(TypeError, match="a device array meets"):
+        there[0:2] = here[0:2]
+    assert (there * np.float32(2)).tolist() == [2, 2, 2] and type(xp.asnumpy(there)) is np.ndarray
+
+
+@pytest.mark.gpu
+def test_text_on_the_gpu_is_the_cpu_s(record_property):
+    """Five held-out prompts, three modes, a hundred tokens. Two logits nearer than rounding could differ: none are."""
+    pytest.importorskip("cupy", reason="the engine's arrays on a GPU are CuPy's")
+    on_cpu, on_gpu = load_model(), load_model(backend="gpu")
+    seconds, counts = dict.fromkeys(MODES, 0.0), dict.fromkeys(MODES, 0)
+    for prompt in json.loads(PROMPTS.read_text())[:5]:
+        tokens = encode_text(prompt["text"])
+        expected = tokens_of(decode(on_cpu, "tree", tokens, 100, 32))
+        for mode in MODES:
+            rounds = decode(on_gpu, mode, tokens, 100, 32)
+            assert tokens_of(rounds) == expected, f"{mode}: {prompt['text'][-40:]!r}"
+            for each in rounds[1:]:  # the first one reads the prompt
+                seconds[mode] += each.seconds
+                counts[mode] += len(each.tokens)
+    for mode in MODES:
+        record_property(f"{mode}_tokens_per_second", round(counts[mode] / seconds[mode]))
+
+
+def test_without_cupy_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingCuPyError, match=re.escape("CuPy is not installed; pip install 'ddtree-numba[gpu13]'")):
+        arithmetic_of("gpu")
 
 
 def test_a_status_of_the_engines_own_trees_is_a_fault(tiny):
-    stages = NumpyStages(2)
-    logits = np.zeros((1, 2, 258), np.float32)
-    tree, _ = stages.draft(logits, 5, 0)
-    tree.first_child[0, 0] = 99
     cache = tiny.target.new_cache(20)
     cache.reserve(10)
+    stages = NumpyStages(cache, 2)
+    stages.draft(np.zeros((2, 258), np.float32), 5)
+    stages._step.tree.first_child[0, 0] = 99
     with pytest.raises(RuntimeError, match="a stage reports status"):
-        stages.commit(np.zeros((1, 3), np.int32), cache)
+        stages.commit(np.zeros(3, np.int32))
 
 
 # ---- arguments ----
@@ -336,7 +405,6 @@ def test_a_status_of_the_engines_own_trees_is_a_fault(tiny):
         ({"mode": "fast"}, "mode: got 'fast', needs autoregressive, chain, tree"),
         ({"budget": -1}, "budget: got -1, needs a whole number from 0 to 1024"),
         ({"budget": 1025}, "budget: got 1025, needs"),
-        ({"backend": "tpu"}, "backend: got 'tpu', needs numpy, simulator, gpu"),
     ],
 )
 def test_decoder_refuses(tiny, options, message):
@@ -344,10 +412,12 @@ def test_decoder_refuses(tiny, options, message):
         Decoder(tiny, **options)
 
 
-def test_other_backend_of_kernels_is_refused(tiny):
+def test_other_backends_are_refused(folder):
     other = "gpu" if BACKEND == "simulator" else "simulator"
     with pytest.raises(ValueError, match=f"backend: got '{other}', but kernels run on the {BACKEND} in this process"):
-        Decoder(tiny, backend=other)
+        load_model(folder, other)
+    with pytest.raises(ValueError, match="backend: got 'tpu', needs numpy, simulator, gpu"):
+        load_model(folder, "tpu")
 
 
 @pytest.mark.parametrize(

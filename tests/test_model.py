@@ -69,7 +69,7 @@ def run_in_pieces(pair: ModelPair, cache: PagedKVCache, tokens, sizes):
     logits, features = [], []
     for size in sizes:
         got = run(pair, cache, tokens[:size])
-        cache.prefix_lengths += len(got.logits)
+        cache.advance(len(got.logits))
         tokens = tokens[size:]
         logits.append(got.logits)
         features.append(got.features)
@@ -206,7 +206,7 @@ def test_latent_attention_equals_the_reference(rng, prefix):
     rng.shuffle(cache._free)
     cache.pool[:] = np.nan
     cache.reserve(prefix + 40)
-    cache.prefix_lengths[0] = prefix
+    cache.advance(prefix)
     for layer in range(2):
         cache.layer(layer)[cache.pool_rows(0, prefix + 40)] = 3 * rng.standard_normal((prefix + 40, 12))
     queries = (3 * rng.standard_normal((40, 5, 12))).astype(np.float32)
@@ -228,7 +228,7 @@ def test_latent_attention_equals_the_reference(rng, prefix):
 def test_latent_attention_of_scores_beyond_exp(rng):
     cache = PagedKVCache(1, 4, 40)
     cache.reserve(30)
-    cache.prefix_lengths[0] = 22
+    cache.advance(22)
     cache.layer(0)[:] = rng.standard_normal((48, 4))
     bits = chain_bits(8)
     queries = (500 * rng.standard_normal((8, 3, 4))).astype(np.float32)

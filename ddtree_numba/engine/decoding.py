@@ -13,34 +13,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ddtree_numba.arguments import check_integer
-from ddtree_numba.backend import BACKEND
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree
 from ddtree_numba.engine.drafter import DrafterContext
 from ddtree_numba.engine.kv_cache import PagedKVCache
 from ddtree_numba.engine.model_pair import ModelPair
-from ddtree_numba.engine.stage_backend import KernelStages, NumpyStages, Stages, chain_bits
+from ddtree_numba.engine.stage_backend import Committed, KernelStages, Nodes, NumpyStages, Stages, chain_bits
+from ddtree_numba.engine.target_model import TargetPass
 from ddtree_numba.stages.accept_walk import AcceptedPath
 
-__all__ = ["BACKENDS", "MAX_NEW_TOKENS", "MODES", "Chooser", "Decoder", "Round", "greedy"]
+__all__ = ["MAX_NEW_TOKENS", "MODES", "Chooser", "Decoder", "Round", "greedy"]
 
 MODES = ("autoregressive", "chain", "tree")
 """What a round drafts: nothing, the first choices one behind the other, or the most probable prefixes."""
-BACKENDS = ("numpy", "simulator", "gpu")
-"""What runs the stages: the references, or the kernels where this process has them."""
 MAX_NEW_TOKENS = 2**31 - 1
 """The most that a decode can be asked for; the model's context ends it long before."""
 
-Chooser = Callable[[np.ndarray], np.ndarray]
-"""The target's logits at every node [N, V] -> its token at every node [N] int32. Sampling would be another one."""
+Chooser = Callable[[Any], Any]
+"""The target's logits at every node [N, V] -> its token at every node [N] int32. Sampling would be another one.
+
+The logits are an array of the model's, NumPy or CuPy; the tokens may be either.
+"""
 
 _PREFILL_ROWS = 128  # tokens of a prompt in one pass: more would only make the attention's scores larger
 
 
-def greedy(logits: np.ndarray) -> np.ndarray:
+def greedy(logits: Any) -> Any:
     """Return the most probable token of every row, the lowest id among equals.
 
     >>> greedy(np.array([[0.0, 2.0, 2.0]], np.float32)).tolist()
@@ -72,29 +74,17 @@ class Round:
 
 
 class Decoder:
-    """Decodes one sequence after another with one model, mode and backend."""
+    """Decodes one sequence after another with one model and mode, where the model was loaded for."""
 
-    def __init__(
-        self,
-        model: ModelPair,
-        mode: str = "tree",
-        budget: int = 32,
-        *,
-        backend: str = "numpy",
-        choose: Chooser = greedy,
-    ) -> None:
-        """Take a model, one of `MODES`, the node budget of a draft, and one of `BACKENDS` for the stages.
+    def __init__(self, model: ModelPair, mode: str = "tree", budget: int = 32, *, choose: Chooser = greedy) -> None:
+        """Take a model, one of `MODES` and the node budget of a draft.
 
         `choose` picks the target's token at every node from its logits: greedy decoding unless told otherwise.
         """
         if mode not in MODES:
             raise ValueError(f"mode: got {mode!r}, needs {', '.join(MODES)}")
-        if backend not in BACKENDS:
-            raise ValueError(f"backend: got {backend!r}, needs {', '.join(BACKENDS)}")
-        if backend not in ("numpy", BACKEND):
-            raise ValueError(f"backend: got {backend!r}, but kernels run on the {BACKEND} in this process")
         budget = check_integer("budget", budget, 0, MAX_BUDGET)
-        self.model, self.mode, self.backend = model, mode, backend
+        self.model, self.mode = model, mode
         if mode == "autoregressive":
             budget = 0
         elif mode == "chain":
@@ -111,7 +101,7 @@ class Decoder:
 
     def _rounds(self, sequence: list[int], max_new_tokens: int) -> Iterator[Round]:
         start = time.perf_counter()
-        state = _Sequence(self.model, self._new_stages(), self.budget, self._choose)
+        state = _Sequence(self.model, self.budget, self._k, self._choose)
         state.prefill(sequence[:-1])
         room = {"length": max_new_tokens, "context": self.model.context - len(sequence)}
         root, stop = sequence[-1], self.model.target.config.eos_token_id
@@ -126,13 +116,6 @@ class Decoder:
             start = time.perf_counter()
             room = {limit: left - len(tokens) for limit, left in room.items()}
             root = tokens[-1]
-
-    def _new_stages(self) -> Stages:
-        if self.backend == "numpy":
-            return NumpyStages(self.budget, self._k)
-        drafter, vocab = self.model.drafter, self.model.target.config.vocab_size
-        length = drafter.draft_length if self.budget else 0
-        return KernelStages(length, vocab, self.budget, self._k)
 
 
 def _checked_prompt(prompt: Sequence[int], model: ModelPair) -> list[int]:
@@ -166,45 +149,45 @@ def _cut(emitted: list[int], stop: int, room: dict[str, int]) -> tuple[list[int]
 class _Sequence:
     """What belongs to one sequence while it is decoded: the KV cache, the drafter's context, the stages."""
 
-    def __init__(self, model: ModelPair, stages: Stages, budget: int, choose: Chooser) -> None:
-        self._target, self._drafter, self._stages, self._choose = model.target, model.drafter, stages, choose
+    def __init__(self, model: ModelPair, budget: int, k: int | None, choose: Chooser) -> None:
+        self._target, self._drafter, self._choose = model.target, model.drafter, choose
+        self._xp = model.target.arithmetic.xp
         rows = model.context + max(budget + 1, _PREFILL_ROWS)
         self._cache: PagedKVCache = model.target.new_cache(rows)
         self._context: DrafterContext | None = model.drafter.new_context(rows) if budget else None
+        self._stages: Stages = NumpyStages(self._cache, budget, k)
+        if model.backend != "numpy":
+            length, vocab = model.drafter.draft_length if budget else 0, model.target.config.vocab_size
+            self._stages = KernelStages(self._cache, model.target.arithmetic, length, vocab, budget, k)
 
     def prefill(self, tokens: list[int]) -> None:
         """Compute the KV rows and the drafter's context of the tokens before the first root."""
         for first in range(0, len(tokens), _PREFILL_ROWS):
             stretch = np.array(tokens[first : first + _PREFILL_ROWS], np.int32)
             positions = np.arange(first, first + len(stretch), dtype=np.int32)
-            _, features = self._verify(stretch, positions, chain_bits(len(stretch)))
-            self._cache.prefix_lengths += len(stretch)
+            arrays = stretch, positions, chain_bits(len(stretch))
+            _, features = self._verify(Nodes(*map(self._xp.asarray, arrays)))
+            self._cache.advance(len(stretch))
             if self._context is not None:
                 self._drafter.append(self._context, features)
 
-    def round(self, root: int) -> tuple[DraftTree, np.ndarray, np.ndarray, AcceptedPath]:
-        """Draft behind `root`, verify, commit; return tree, positions, the target's tokens [1, N] and the path."""
+    def round(self, root: int) -> Committed:
+        """Draft behind `root`, verify, commit."""
         if self._context is None:
-            logits = np.empty((1, 0, self._target.config.vocab_size), np.float32)  # L = 0: the root alone
+            logits = self._xp.empty((0, self._target.config.vocab_size), np.float32)  # L = 0: the root alone
         else:
-            logits = self._drafter.forward(self._context, root)[None]
-        tree, positions = self._stages.draft(logits, root, self._cache.prefix)
-        used = int(tree.node_count[0])
-        targets = np.zeros_like(tree.token_ids)
-        bits = tree.ancestor_bits[:, :used, : -(-used // 32)]
-        node_logits, features = self._verify(tree.token_ids[0, :used], positions[0, :used], bits)
-        targets[0, :used] = self._choose(node_logits)
-        path = self._stages.commit(targets, self._cache)
+            logits = self._drafter.forward(self._context, root)
+        nodes = self._stages.draft(logits, root)
+        node_logits, features = self._verify(nodes)
+        done = self._stages.commit(self._choose(node_logits))
         if self._context is not None:
-            slots = path.accept_slots[0, : path.accept_count[0]]
-            self._drafter.append(self._context, features[slots])
-        return tree, positions, targets, path
+            slots = done.path.accept_slots[0, : done.path.accept_count[0]]
+            self._drafter.append(self._context, features[self._xp.asarray(slots)])
+        return done
 
-    def _verify(
-        self, token_ids: np.ndarray, positions: np.ndarray, ancestor_bits: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Run the target over nodes behind the prefix: their logits [N, V] and features [N, F]."""
+    def _verify(self, nodes: Nodes) -> TargetPass:
+        """Run the target over nodes behind the prefix: their logits [n, V] and features [n, F]."""
         cache, config = self._cache, self._target.config
-        cache.reserve(cache.prefix + len(token_ids))
-        attention = self._stages.attention(cache, ancestor_bits, config.attention_scale, config.kv_lora_rank)
-        return self._target.forward(token_ids, positions, cache, attention)
+        cache.reserve(cache.prefix + len(nodes.token_ids))
+        attention = self._stages.attention(nodes, config.attention_scale, config.kv_lora_rank)
+        return self._target.forward(nodes.token_ids, nodes.positions, cache, attention)

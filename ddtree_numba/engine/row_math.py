@@ -1,6 +1,6 @@
 """The small pieces of both models: RMSNorm, SwiGLU and rotary embedding, on rows of numbers, [N, features].
 
-Each treats every row by itself, in the same order whatever N is.
+Each treats every row by itself, in the same order whatever N is. Rows are arrays of NumPy or CuPy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def normalise(x: np.ndarray, eps: float) -> np.ndarray:
     >>> normalise(np.array([[3.0, 4.0]], np.float32), 0.0).round(2).astype(str).tolist()
     [['0.85', '1.13']]
     """
-    scale = np.add.reduce(np.square(x), axis=-1, keepdims=True)
+    scale = np.square(x).sum(axis=-1, keepdims=True)
     scale *= np.float32(1.0 / x.shape[-1])
     scale += np.float32(eps)
     return x / np.sqrt(scale, out=scale)
@@ -53,5 +53,11 @@ def rotate(x: np.ndarray, rotation: np.ndarray) -> None:
     >>> x.tolist()
     [[0.0, 1.0, -3.0, -2.0]]
     """
-    pairs = x.view(np.complex64)
-    pairs *= rotation
+    if type(x) is np.ndarray:
+        pairs = x.view(np.complex64)
+        pairs *= rotation
+        return
+    first, second = x[..., 0::2], x[..., 1::2]  # CuPy sees a slice as another type only when it is contiguous
+    turned = first * rotation.real - second * rotation.imag
+    second[...] = first * rotation.imag + second * rotation.real
+    first[...] = turned

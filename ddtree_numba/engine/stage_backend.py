@@ -1,105 +1,203 @@
 """What the decoding loop needs of the stages, from NumPy or from the kernels (GPU or simulator).
 
-Both have the same three calls: `draft` (stages 1-3), `attention` (stage 4) and `commit` (stages 5-6).
+Both have the same three calls: `draft` (stages 1-3), `attention` (stage 4) and `commit` (stages 5-6). What goes in and
+out of them while the target runs are arrays of the model, NumPy's or CuPy's; what a round leaves is NumPy's.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ddtree_numba.backend import BACKEND, cuda
-from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
+from ddtree_numba.backend import BACKEND, ON_GPU, as_device, cuda
+from ddtree_numba.decode_step import DecodePlan, DecodeStep, DecodeStepReference
 from ddtree_numba.draft_tree import DraftTree, mask_words
+from ddtree_numba.engine.arithmetic import Arithmetic
 from ddtree_numba.engine.kv_cache import PagedKVCache
 from ddtree_numba.engine.latent_attention import LatentAttention
 from ddtree_numba.engine.target_model import Attention
 from ddtree_numba.stages.accept_walk import AcceptedPath
 from ddtree_numba.stages.tree_attention import tree_attention
 
-__all__ = ["KernelStages", "NumpyStages", "Stages", "chain_bits"]
+__all__ = ["Committed", "KernelStages", "Nodes", "NumpyStages", "Stages", "chain_bits"]
+
+
+class Nodes(NamedTuple):
+    """What one pass of the target runs over, n nodes behind the prefix, in the model's arrays."""
+
+    token_ids: Any
+    """[n] int32."""
+    positions: Any
+    """[n] int32: the place of each in the sequence."""
+    ancestor_bits: Any
+    """[1, n, W] uint32: who sees whom."""
+
+
+class Committed(NamedTuple):
+    """What a round came to, a batch of one, in NumPy arrays."""
+
+    tree: DraftTree
+    """The draft."""
+    positions: np.ndarray
+    """[1, N] int32: the place of every node in the sequence."""
+    target_tokens: np.ndarray
+    """[1, N] int32: the target's token after every node, 0 in unused slots."""
+    path: AcceptedPath
+    """The walk through the tree."""
 
 
 class Stages(Protocol):
-    """One sequence's stages: every array has a batch axis of 1."""
+    """The stages of one sequence, bound to its KV cache."""
 
-    name: str
-    """What runs them: "numpy", "simulator" or "gpu"."""
+    def draft(self, logits: Any, root_token: int) -> Nodes:
+        """Draft the round's tree from the drafter's `logits` [L, V]; return the nodes to verify."""
 
-    def draft(self, logits: np.ndarray, root_token: int, prefix: int) -> tuple[DraftTree, np.ndarray]:
-        """Return the round's tree (bits filled) and its positions [1, N] from the drafter's `logits` [1, L, V]."""
+    def attention(self, nodes: Nodes, scale: float, width: int) -> Attention:
+        """Return the attention of one pass: a node sees the prefix and the nodes in its `ancestor_bits`."""
 
-    def attention(self, cache: PagedKVCache, ancestor_bits: np.ndarray, scale: float, width: int) -> Attention:
-        """Return the attention of one pass: node i sees the prefix and the rows in its `ancestor_bits` [1, N, W]."""
-
-    def commit(self, target_tokens: np.ndarray, cache: PagedKVCache) -> AcceptedPath:
-        """Walk the round's tree with `target_tokens` [1, N]; move accepted KV rows behind the prefix, advance it."""
+    def commit(self, target_tokens: Any) -> Committed:
+        """Walk the round's tree with the target's tokens [n]; move accepted KV rows behind the prefix, advance it."""
 
 
 class NumpyStages:
     """The stages' references; attention in float32, see `LatentAttention`."""
 
-    name = "numpy"
+    def __init__(self, cache: PagedKVCache, budget: int, k: int | None = None) -> None:
+        """Take the sequence's cache, the tree's node `budget` and K candidates a depth."""
+        self._cache, self._step = cache, DecodeStepReference(budget, k)
+        self._positions = np.zeros((1, 0), np.int32)
 
-    def __init__(self, budget: int, k: int | None = None) -> None:
-        """Take the tree's node `budget` and K candidates a depth."""
-        self._step = DecodeStepReference(budget, k)
-
-    def draft(self, logits: np.ndarray, root_token: int, prefix: int) -> tuple[DraftTree, np.ndarray]:
+    def draft(self, logits: np.ndarray, root_token: int) -> Nodes:
         """See `Stages.draft`."""
-        root_tokens, prefixes = np.array([root_token], np.int32), np.array([prefix], np.int32)
-        return self._step.draft(np.ascontiguousarray(logits), root_tokens, prefixes)
+        root = np.array([root_token], np.int32)
+        tree, self._positions = self._step.draft(np.ascontiguousarray(logits[None]), root, self._cache.prefix_lengths)
+        used = int(tree.node_count[0])
+        bits = tree.ancestor_bits[:, :used, : mask_words(used)]
+        return Nodes(tree.token_ids[0, :used], self._positions[0, :used], bits)
 
-    def attention(self, cache: PagedKVCache, ancestor_bits: np.ndarray, scale: float, width: int) -> Attention:
+    def attention(self, nodes: Nodes, scale: float, width: int) -> Attention:
         """See `Stages.attention`."""
-        return LatentAttention(cache, ancestor_bits, scale, width)
+        return LatentAttention(self._cache, nodes.ancestor_bits, scale, width)
 
-    def commit(self, target_tokens: np.ndarray, cache: PagedKVCache) -> AcceptedPath:
+    def commit(self, target_tokens: np.ndarray) -> Committed:
         """See `Stages.commit`."""
-        path = self._step.commit(target_tokens, cache.pool, cache.block_table, cache.prefix_lengths)
+        tree, cache = self._step.tree, self._cache
+        assert tree is not None, "commit before draft"
+        targets = np.zeros_like(tree.token_ids)
+        targets[0, : len(target_tokens)] = target_tokens
+        path = self._step.commit(targets, cache.pool, cache.block_table, cache.prefix_lengths)
         _require_whole(path.status, self._step.tree_status, self._step.commit_status)
-        return path
+        cache.prefix += int(path.accept_count[0])
+        return Committed(tree, self._positions, targets, path)
 
 
 class KernelStages:
-    """The stages' kernels, on the GPU or in the simulator; the KV cache stays on the host and travels."""
+    """The stages' kernels, on the GPU or in the simulator, as one `DecodePlan` over the model's own arrays.
 
-    name = BACKEND
+    Logits, tree, KV rows and the target's tokens stay on the device. A round copies what it leaves, some kilobytes, to
+    the host at its end, and waits for the device there and nowhere else. All N slots go through the target, whether
+    used or not: how many are is known on the device alone.
+    """
 
-    def __init__(self, draft_length: int, vocab: int, budget: int, k: int | None = None) -> None:
-        """Take L, V, the tree's node `budget` and K candidates a depth."""
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        arithmetic: Arithmetic,
+        draft_length: int,
+        vocab: int,
+        budget: int,
+        k: int | None = None,
+    ) -> None:
+        """Take the sequence's cache, the module of the model's arrays, L, V, node `budget`, K candidates a depth."""
+        xp = arithmetic.xp
+        self._cache, self._arithmetic = cache, arithmetic
         self._step = DecodeStep(1, draft_length, vocab, budget, k)
+        self._logits = xp.zeros((1, draft_length, vocab), np.float32)
+        self._root, self._targets = xp.zeros(1, np.int32), xp.zeros((1, budget + 1), np.int32)
+        # Numba's view of each array of the model, made once: making one from CuPy's waits for the device.
+        self._pool, self._table = _as_numba(cache.pool), _as_numba(cache.block_table)
+        self._prefixes = _as_numba(cache.prefix_lengths)
+        self._layers = [self._pool[layer] for layer in range(len(cache.pool))]
+        self._plan: DecodePlan | None = None
+        tree, positions = self._step.tree, self._step.positions
+        slots = (self._as_model(array) for array in (tree.token_ids, positions))
+        self._nodes = Nodes(*(array[0] for array in slots), self._as_model(tree.ancestor_bits))
+        self._attention: _KernelAttention | None = None
 
-    def draft(self, logits: np.ndarray, root_token: int, prefix: int) -> tuple[DraftTree, np.ndarray]:
+    def draft(self, logits: Any, root_token: int) -> Nodes:
         """See `Stages.draft`."""
-        arguments = np.ascontiguousarray(logits), np.array([root_token], np.int32), np.array([prefix], np.int32)
-        tree, positions = self._step.draft(*(cuda.to_device(array) for array in arguments))
-        _require_whole(self._step.tree_status.copy_to_host())
-        return DraftTree(*(field.copy_to_host() for field in tree)), positions.copy_to_host()
+        if self._logits.size:
+            self._logits[0] = self._arithmetic.xp.asarray(logits)
+        self._root.fill(root_token)
+        if self._plan is None:
+            arrays = _as_numba(self._logits), _as_numba(self._root), self._prefixes, _as_numba(self._targets)
+            self._plan = self._step.prepare(*arrays, self._pool, self._table)
+        self._plan.draft()
+        return self._nodes
 
-    def attention(self, cache: PagedKVCache, ancestor_bits: np.ndarray, scale: float, width: int) -> Attention:
+    def attention(self, nodes: Nodes, scale: float, width: int) -> Attention:
         """See `Stages.attention`."""
-        count = np.array([ancestor_bits.shape[1]], np.int32)
-        bits = np.ascontiguousarray(ancestor_bits)
+        if nodes is self._nodes and self._attention is not None:
+            return self._attention
+        bits = _as_numba(self._arithmetic.xp.ascontiguousarray(nodes.ancestor_bits))
+        cache = self._layers, self._table, self._prefixes
+        attention = _KernelAttention(self._arithmetic.xp, cache, bits, scale, width)
+        if nodes is self._nodes:
+            self._attention = attention
+        return attention
 
-        def attend(layer: int, queries: np.ndarray) -> np.ndarray:
-            pool, table, prefixes = cache.pool[layer], cache.block_table, cache.prefix_lengths
-            queries = np.ascontiguousarray(queries[None])
-            out, _ = tree_attention(queries, pool, table, prefixes, bits, count, scale, latent_width=width)
-            return np.asarray(out[0])
-
-        return attend
-
-    def commit(self, target_tokens: np.ndarray, cache: PagedKVCache) -> AcceptedPath:
+    def commit(self, target_tokens: Any) -> Committed:
         """See `Stages.commit`."""
-        pool, prefixes = cuda.to_device(cache.pool), cuda.to_device(cache.prefix_lengths)
-        tokens, table = cuda.to_device(np.ascontiguousarray(target_tokens)), cuda.to_device(cache.block_table)
-        path = AcceptedPath(*(field.copy_to_host() for field in self._step.commit(tokens, pool, table, prefixes)))
-        _require_whole(path.status, self._step.commit_status.copy_to_host())
-        pool.copy_to_host(cache.pool)
-        prefixes.copy_to_host(cache.prefix_lengths)
-        return path
+        assert self._plan is not None, "commit before draft"
+        self._targets[0] = self._arithmetic.xp.asarray(target_tokens)
+        step, path = self._step, AcceptedPath(*(field.copy_to_host() for field in self._plan.commit()))
+        _require_whole(path.status, step.tree_status.copy_to_host(), step.commit_status.copy_to_host())
+        tree = DraftTree(*(field.copy_to_host() for field in step.tree))
+        targets = self._arithmetic.on_host(self._targets).copy()
+        targets[0, tree.node_count[0] :] = 0
+        self._cache.prefix += int(path.accept_count[0])
+        return Committed(tree, step.positions.copy_to_host(), targets, path)
+
+    def _as_model(self, array: Any) -> Any:
+        """Return an array of the step as one of the model's, over the same memory."""
+        return self._arithmetic.xp.asarray(array if ON_GPU else array._ary)
+
+
+class _KernelAttention:
+    """`tree_attention` over one set of nodes, called for every layer.
+
+    All layers share one buffer for the queries and one for what comes out: a stream runs in order.
+    """
+
+    def __init__(self, xp: Any, cache: tuple[list[Any], Any, Any], bits: Any, scale: float, width: int) -> None:
+        """Take the KV rows of each layer, block table and prefix lengths, and `bits` [1, n, W], all Numba's."""
+        self._xp, self._scale, self._width = xp, scale, width
+        self._layers, *self._rows = cache
+        self._bits, self._count = bits, cuda.to_device(np.array([bits.shape[1]], np.int32))
+        self._queries = self._out = self._outputs = None
+
+    def __call__(self, layer: int, queries: Any) -> Any:
+        """Return the attended latents [n, H, D_c] of `queries` [n, H, D_c + D_r]; the next call overwrites them."""
+        if self._outputs is None:
+            nodes, heads, _ = queries.shape
+            self._queries = self._xp.empty((1, *queries.shape), np.float32)
+            self._out = self._xp.empty((1, nodes, heads, self._width), np.float32)
+            self._inputs = _as_numba(self._queries)
+            self._outputs = _as_numba(self._out), cuda.device_array((1, nodes, heads), np.float32)
+        self._queries[0] = queries
+        arguments = self._inputs, self._layers[layer], *self._rows, self._bits, self._count, self._scale
+        tree_attention(*arguments, latent_width=self._width, out=self._outputs)
+        return self._out[0]
+
+
+def _as_numba(array: Any) -> Any:
+    """Return an array of the model as a device array of Numba's, over the same memory."""
+    if ON_GPU:
+        return as_device(array) if array.size else cuda.device_array(array.shape, array.dtype)
+    return cuda.cudadrv.devicearray.FakeCUDAArray(
+        np.asarray(array)
+    )  # in the simulator the host's memory is the device's
 
 
 def _require_whole(*statuses: np.ndarray) -> None:
