@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
-import json
 import os
 import platform
 import signal
-import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,12 +26,15 @@ from rich.text import Text
 
 from ddtree_numba import __version__
 from ddtree_numba.backend import BACKEND, describe
+from ddtree_numba.benchmark.command import bench
 from ddtree_numba.draft_tree import MAX_BUDGET
 from ddtree_numba.engine.arithmetic import MissingCuPyError, arithmetic_of
 from ddtree_numba.engine.byte_tokenizer import TextStream, decode_text, encode_text
 from ddtree_numba.engine.checkpoint import CheckpointError
 from ddtree_numba.engine.decoding import MAX_NEW_TOKENS, MODES, Decoder, Round
 from ddtree_numba.engine.model_pair import BACKENDS, DEFAULT_MODEL, ModelPair, load_model
+from ddtree_numba.json_output import JsonOutput as _JsonOutput
+from ddtree_numba.refusal import RefusedError as _RefusedError
 
 if TYPE_CHECKING:
     from ddtree_numba.draft_tree import DraftTree
@@ -54,13 +54,6 @@ _CommandLineError: Any = next(kind for kind in typer.BadParameter.__mro__ if kin
 
 _INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
 _BAD_INPUT = 2
-
-
-class _RefusedError(Exception):
-    """Bad input from the user: one line, naming the argument, what it got and what it needs."""
-
-    def __init__(self, argument: str, got: object, needs: str) -> None:
-        super().__init__(f"{argument}: got {got}, needs {needs}")
 
 
 def main() -> None:
@@ -431,79 +424,6 @@ def _summary(runs: list[_Run], identical: bool | None) -> Table:
     return table
 
 
-class _JsonOutput(contextlib.AbstractContextManager["_JsonOutput"]):
-    """Writes JSON to a file or standard output, whole or not at all; refuses a path it can't write at once."""
-
-    def __init__(self, path: str | None) -> None:
-        self._path = path
-        self._draft: str | None = None
-
-    def __enter__(self) -> _JsonOutput:
-        if self._path is None or self._path == "-":
-            return self
-        with self._refusing():
-            if not self._path:
-                raise FileNotFoundError(2, "an empty name")
-            if self._needs_a_draft(self._path):
-                self._path = os.path.realpath(self._path)  # a link stays one
-                handle, self._draft = tempfile.mkstemp(dir=os.path.dirname(self._path), prefix=".ddtree.")
-                os.close(handle)
-        return self
-
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            got = f"{self._path or repr(self._path)} ({error.strerror})"
-            raise _RefusedError("--json", got, "a file that can be written") from None
-
-    @staticmethod
-    def _needs_a_draft(path: str) -> bool:
-        """Tell whether a finished file will take this one's place; a device or a pipe is written to directly."""
-        try:
-            mode = os.stat(path).st_mode
-        except FileNotFoundError:
-            return True
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(21, "it is a folder")
-        return stat.S_ISREG(mode)
-
-    def write(self, content: dict[str, Any]) -> None:
-        if self._path == "-":
-            sys.stdout.write(_json_text(content, sys.stdout.encoding))
-            sys.stdout.flush()
-        elif self._path is not None:
-            with self._refusing():
-                self._write_file(_json_text(content, "utf-8"))
-
-    def _write_file(self, text: str) -> None:
-        path = self._draft or self._path or ""
-        Path(path).write_text(text, encoding="utf-8")
-        if self._draft is not None and self._path is not None:
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(self._draft, 0o666 & ~mask)  # mkstemp's files are private, others expect the usual rights
-            os.replace(self._draft, self._path)
-            self._draft = None
-
-    def __exit__(self, *_: object) -> None:
-        if self._draft is not None:
-            os.unlink(self._draft)
-
-
-def _json_text(content: dict[str, Any], encoding: str) -> str:
-    """Return `content` as JSON: characters that `encoding` lacks are escaped."""
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        text = json.dumps(content, indent=2) + "\n"
-    return text
-
-
 # ---- tree ----
 
 
@@ -558,7 +478,9 @@ def _print_round(a_round: Round, text: bytes) -> None:
         out.print(picture())
 
 
-# ---- info ----
+# ---- bench, info ----
+
+app.command()(bench)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """NumPy standing in for CuPy: a module of the functions that the engine makes arrays with, and their guarded arrays.
 
-CuPy refuses to mix its arrays with NumPy's. So does `DeviceArray`, which is NumPy otherwise: code that runs on it without
-a `TypeError` keeps device and host apart.
+CuPy refuses to mix its arrays with NumPy's. So does `DeviceArray`, which is NumPy otherwise: code that runs on it
+without a `TypeError` keeps device and host apart.
 """
 
 from __future__ import annotations

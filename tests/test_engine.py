@@ -337,15 +337,14 @@ def test_kernels_with_the_model_s_own_drafter(tiny, on_kernels):
 @pytest.mark.skipif(ON_GPU, reason="NumPy's arrays stand in for the device's; a GPU has CuPy's")
 @pytest.mark.parametrize("mode, budget", [("autoregressive", 0), ("chain", 5), ("tree", 4)])
 def test_the_gpu_s_way_with_numpy_standing_in(folder, tiny, mode, budget):
-    """All that `--backend gpu` does but CuPy itself: library products, and no array of the model meets one of the host."""
+    """All of `--backend gpu` but CuPy itself: library products, and no array of the model meets one of the host."""
     xp = guarded_arrays
     pair = read_model(folder, BACKEND, Arithmetic(xp, lambda weight: LibraryMatrix(xp, weight)))
     ranks = [0] * 5 if mode == "chain" else [1, 0, 0, 0, 0]
     text = with_knowing(tiny, ranks, 10).drafter._text
     expected = tokens_of(decode(tiny, "autoregressive", TINY_PROMPT, 7))
-    assert (
-        tokens_of(decode(pair._replace(drafter=Knowing(pair, text, ranks)), mode, TINY_PROMPT, 7, budget)) == expected
-    )
+    knowing = pair._replace(drafter=Knowing(pair, text, ranks))
+    assert tokens_of(decode(knowing, mode, TINY_PROMPT, 7, budget)) == expected
     assert tokens_of(decode(pair, mode, TINY_PROMPT, 3, budget)) == expected[:3], "with the model's own drafter"
     assert type(pair.target.embedding) is xp.DeviceArray
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ddtree_numba.backend import BACKEND, ON_GPU, as_device, cuda
+from ddtree_numba.backend import ON_GPU, as_device, cuda
 from ddtree_numba.decode_step import DecodePlan, DecodeStep, DecodeStepReference
 from ddtree_numba.draft_tree import DraftTree, mask_words
 from ddtree_numba.engine.arithmetic import Arithmetic
@@ -120,9 +120,8 @@ class KernelStages:
         self._prefixes = _as_numba(cache.prefix_lengths)
         self._layers = [self._pool[layer] for layer in range(len(cache.pool))]
         self._plan: DecodePlan | None = None
-        tree, positions = self._step.tree, self._step.positions
-        slots = (self._as_model(array) for array in (tree.token_ids, positions))
-        self._nodes = Nodes(*(array[0] for array in slots), self._as_model(tree.ancestor_bits))
+        tokens, positions, bits = self._step.tree.token_ids, self._step.positions, self._step.tree.ancestor_bits
+        self._nodes = Nodes(self._as_model(tokens)[0], self._as_model(positions)[0], self._as_model(bits))
         self._attention: _KernelAttention | None = None
 
     def draft(self, logits: Any, root_token: int) -> Nodes:
@@ -175,7 +174,9 @@ class _KernelAttention:
         self._xp, self._scale, self._width = xp, scale, width
         self._layers, *self._rows = cache
         self._bits, self._count = bits, cuda.to_device(np.array([bits.shape[1]], np.int32))
-        self._queries = self._out = self._outputs = None
+        self._queries: Any = None
+        self._out: Any = None
+        self._outputs: tuple[Any, Any] | None = None
 
     def __call__(self, layer: int, queries: Any) -> Any:
         """Return the attended latents [n, H, D_c] of `queries` [n, H, D_c + D_r]; the next call overwrites them."""
