@@ -346,7 +346,10 @@ class FakeGPU:
         return (last.at - first.at) / 1e3
 
     def device_array(self, size, dtype):
-        return SimpleNamespace(copy_to_device=lambda source: self.work("copy", 100.0))
+        return SimpleNamespace(copy_to_device=lambda source, stream: self.work("copy", 100.0))
+
+    def default_stream(self):
+        return "the default stream"
 
     def synchronize(self):
         self.log.append("wait")

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from ddtree_numba.backend import BACKEND, ON_GPU
 from ddtree_numba.draft_tree import check_tree
+from ddtree_numba.engine import row_math
 from ddtree_numba.engine.arithmetic import Arithmetic, LibraryMatrix, MissingCuPyError, arithmetic_of
 from ddtree_numba.engine.byte_tokenizer import BOS, EOS, encode_text
 from ddtree_numba.engine.decoding import MODES, Decoder, Round, _Sequence, greedy
@@ -377,6 +378,36 @@ def test_text_on_the_gpu_is_the_cpu_s(record_property):
                 counts[mode] += len(each.tokens)
     for mode in MODES:
         record_property(f"{mode}_tokens_per_second", round(counts[mode] / seconds[mode]))
+
+
+@pytest.mark.gpu
+def test_rows_on_the_gpu_are_the_cpu_s(rng):
+    cupy = pytest.importorskip("cupy", reason="the engine's arrays on a GPU are CuPy's")
+    on_gpu = arithmetic_of("gpu")
+    x = rng.standard_normal((7, 3, 26)).astype(np.float32)
+    rotation = np.exp(1j * rng.standard_normal((7, 1, 4))).astype(np.complex64)
+    there = cupy.asarray(x)
+    for rows, theirs in ((x, there), (x[:, 1:, 3:20], there[:, 1:, 3:20])):  # slices too, as the models pass them
+        got = cupy.asnumpy(on_gpu.normalise(theirs, 1e-3))
+        np.testing.assert_allclose(got, row_math.normalise(rows, 1e-3), rtol=1e-6)
+    got = cupy.asnumpy(on_gpu.swiglu(there[:, 0]))
+    np.testing.assert_allclose(got, row_math.swiglu(x[:, 0]), rtol=1e-5, atol=1e-6)
+    expected = x.copy()
+    row_math.rotate(expected[:, :, 18:], rotation)
+    on_gpu.rotate(there[:, :, 18:], cupy.asarray(rotation))
+    np.testing.assert_allclose(cupy.asnumpy(there), expected, rtol=1e-5, atol=1e-6)
+    weight = rng.standard_normal((5, 26))
+    got = cupy.asnumpy(on_gpu.matrix(weight)(there[:, 0]))
+    np.testing.assert_allclose(got, expected[:, 0] @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_other_arrays_turn_like_numpy_s(rng):
+    x = rng.standard_normal((5, 2, 12)).astype(np.float32)
+    rotation = np.exp(1j * rng.standard_normal((5, 1, 3))).astype(np.complex64)
+    there = guarded_arrays.asarray(x.copy())
+    row_math.rotate(x[:, :, 6:], rotation)
+    row_math.rotate(there[:, :, 6:], guarded_arrays.asarray(rotation))
+    np.testing.assert_allclose(guarded_arrays.asnumpy(there), x, rtol=1e-6, atol=1e-6)
 
 
 def test_without_cupy_one_line_says_what_to_install(monkeypatch):

@@ -191,4 +191,6 @@ def _table(*titles: str) -> Table:
 
 
 def _us(us: float | None) -> str:
-    return "–" if us is None else f"{us:,.0f}" if us >= 1000 else f"{us:.1f}"
+    if us is None:
+        return "–"
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}" if us >= 1 else f"{us:.1g}"

@@ -1,7 +1,8 @@
 """The arrays that a model computes with, and how it multiplies: NumPy on the CPU, CuPy on a GPU.
 
 The models are written once. NumPy's functions hand themselves over to CuPy when they meet its arrays (NEP 13 and
-NEP 18), so only two things have to be told: where new arrays are made, and what multiplies by a weight.
+NEP 18), so little has to be told: where new arrays are made, what multiplies by a weight, and the functions of a row,
+which are one kernel each on a GPU and not one for every operation.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ddtree_numba.engine import row_math
 from ddtree_numba.engine.packed_matrix import PackedMatrix
 
 __all__ = ["ON_CPU", "Arithmetic", "LibraryMatrix", "MissingCuPyError", "arithmetic_of"]
@@ -49,6 +51,12 @@ class Arithmetic(NamedTuple):
     """Where its arrays are made: the module numpy or cupy."""
     matrix: Callable[[np.ndarray], Callable[[Any], Any]]
     """A NumPy weight [outputs, inputs] -> what multiplies rows [N, inputs] of `xp` by it."""
+    normalise: Callable[[Any, float], Any] = row_math.normalise
+    """RMSNorm, see `row_math.normalise`."""
+    swiglu: Callable[[Any], Any] = row_math.swiglu
+    """See `row_math.swiglu`."""
+    rotate: Callable[[Any, Any], None] = row_math.rotate
+    """See `row_math.rotate`."""
 
     def on_host(self, array: Any) -> np.ndarray:
         """Return an array of `xp` as NumPy's."""
@@ -72,4 +80,5 @@ def arithmetic_of(backend: str) -> Arithmetic:
         reason = "CuPy is not installed" if error.name == "cupy" else f"CuPy can't be imported: {error}"
         extra = "pip install 'ddtree-numba[gpu13]' (gpu12 where the driver knows CUDA 12 alone)"
         raise MissingCuPyError(f"{reason}; {extra}") from None
-    return Arithmetic(cupy, partial(LibraryMatrix, cupy))
+    fused = importlib.import_module("ddtree_numba.engine.cupy_rows")
+    return Arithmetic(cupy, partial(LibraryMatrix, cupy), fused.normalise, fused.swiglu, fused.rotate)

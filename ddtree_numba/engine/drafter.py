@@ -14,7 +14,7 @@ import numpy as np
 
 from ddtree_numba.engine.arithmetic import ON_CPU, Arithmetic
 from ddtree_numba.engine.checkpoint import DrafterConfig
-from ddtree_numba.engine.row_math import normalise, rope_table, rotate, swiglu
+from ddtree_numba.engine.row_math import rope_table
 
 __all__ = ["Drafter", "DrafterContext"]
 
@@ -61,8 +61,8 @@ class Drafter:
         `arithmetic` says what arrays it computes with, the embedding among them.
         """
         self.config = config
-        xp, matrix = arithmetic
-        self._xp = xp
+        self._arithmetic = arithmetic
+        xp, matrix = arithmetic.xp, arithmetic.matrix
         self.draft_length = config.block_size - 1
         """L: positions that one block guesses."""
         self._embedding = embedding
@@ -81,17 +81,19 @@ class Drafter:
     def new_context(self, max_rows: int) -> DrafterContext:
         """Return an empty context for a sequence of `max_rows` tokens."""
         c = self.config
-        return DrafterContext(c.num_hidden_layers, c.num_attention_heads, c.head_dim, max_rows + c.block_size, self._xp)
+        return DrafterContext(
+            c.num_hidden_layers, c.num_attention_heads, c.head_dim, max_rows + c.block_size, self._arithmetic.xp
+        )
 
     def append(self, context: DrafterContext, features: Any) -> None:
         """Add accepted tokens, in order: `features` [n, F] float32 from the target's pass over them."""
         c = self.config
         first, last = context.length, context.length + len(features)
-        x = normalise(self._features(features), c.rms_norm_eps)
+        x = self._arithmetic.normalise(self._features(features), c.rms_norm_eps)
         heads = self._context(x).reshape(len(features), 2, c.num_hidden_layers, c.num_attention_heads, c.head_dim)
-        keys = normalise(heads[:, 0], c.rms_norm_eps)
+        keys = self._arithmetic.normalise(heads[:, 0], c.rms_norm_eps)
         keys *= self._context_key_weight
-        rotate(keys, self._rope[first:last, None, None])
+        self._arithmetic.rotate(keys, self._rope[first:last, None, None])
         context.keys[:, :, first:last] = keys.transpose(1, 2, 0, 3)
         context.values[:, :, first:last] = heads[:, 1].transpose(1, 2, 0, 3)
         context.length = last
@@ -101,20 +103,20 @@ class Drafter:
         c = self.config
         block = np.full(c.block_size, c.mask_token_id)
         block[0] = root_token
-        x = self._embedding[self._xp.asarray(block)]
+        x = self._embedding[self._arithmetic.xp.asarray(block)]
         for index, layer in enumerate(self._layers):
-            x += layer.output(self._attend(index, layer, normalise(x, c.rms_norm_eps), context))
-            x += layer.down(swiglu(layer.gate_up(normalise(x, c.rms_norm_eps))))
-        return self._head(normalise(x[1:], c.rms_norm_eps))
+            x += layer.output(self._attend(index, layer, self._arithmetic.normalise(x, c.rms_norm_eps), context))
+            x += layer.down(self._arithmetic.swiglu(layer.gate_up(self._arithmetic.normalise(x, c.rms_norm_eps))))
+        return self._head(self._arithmetic.normalise(x[1:], c.rms_norm_eps))
 
     def _attend(self, index: int, layer: _Layer, x: Any, context: DrafterContext) -> Any:
         """Return the attended values [block, H * d] of a block `x` [block, hidden] over the context and itself."""
         heads, head_dim = self.config.num_attention_heads, self.config.head_dim
         first, last = context.length, context.length + len(x)
         all_heads = layer.query_key_value(x).reshape(len(x), 3 * heads, head_dim)
-        query_key = normalise(all_heads[:, : 2 * heads], self.config.rms_norm_eps)
+        query_key = self._arithmetic.normalise(all_heads[:, : 2 * heads], self.config.rms_norm_eps)
         query_key *= layer.query_key_weight
-        rotate(query_key, self._rope[first:last, None])
+        self._arithmetic.rotate(query_key, self._rope[first:last, None])
         queries, keys = query_key[:, :heads].swapaxes(0, 1), query_key[:, heads:].swapaxes(0, 1)
         # The block's own rows lie behind the context's for the time of this pass; the next one overwrites them.
         context.keys[index, :, first:last] = keys

@@ -6,6 +6,7 @@ out of them while the target runs are arrays of the model, NumPy's or CuPy's; wh
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from ddtree_numba.engine.arithmetic import Arithmetic
 from ddtree_numba.engine.kv_cache import PagedKVCache
 from ddtree_numba.engine.latent_attention import LatentAttention
 from ddtree_numba.engine.target_model import Attention
+from ddtree_numba.launch_graph import Recorded
 from ddtree_numba.stages.accept_walk import AcceptedPath
 from ddtree_numba.stages.tree_attention import tree_attention
 
@@ -141,7 +143,7 @@ class KernelStages:
             return self._attention
         bits = _as_numba(self._arithmetic.xp.ascontiguousarray(nodes.ancestor_bits))
         cache = self._layers, self._table, self._prefixes
-        attention = _KernelAttention(self._arithmetic.xp, cache, bits, scale, width)
+        attention = _KernelAttention(self._arithmetic.xp, cache, bits, scale, width, recorded=nodes is self._nodes)
         if nodes is self._nodes:
             self._attention = attention
         return attention
@@ -166,30 +168,47 @@ class KernelStages:
 class _KernelAttention:
     """`tree_attention` over one set of nodes, called for every layer.
 
-    All layers share one buffer for the queries and one for what comes out: a stream runs in order.
+    All layers share one buffer for the queries and one for what comes out: a stream runs in order. When the nodes are
+    those of every round, each layer's launches are recorded once and replayed.
     """
 
-    def __init__(self, xp: Any, cache: tuple[list[Any], Any, Any], bits: Any, scale: float, width: int) -> None:
+    def __init__(
+        self, xp: Any, cache: tuple[list[Any], Any, Any], bits: Any, scale: float, width: int, *, recorded: bool
+    ) -> None:
         """Take the KV rows of each layer, block table and prefix lengths, and `bits` [1, n, W], all Numba's."""
-        self._xp, self._scale, self._width = xp, scale, width
+        self._xp, self._scale, self._width, self._recorded = xp, scale, width, recorded
         self._layers, *self._rows = cache
         self._bits, self._count = bits, cuda.to_device(np.array([bits.shape[1]], np.int32))
         self._queries: Any = None
-        self._out: Any = None
-        self._outputs: tuple[Any, Any] | None = None
+        self._graphs: list[Recorded] = []
 
     def __call__(self, layer: int, queries: Any) -> Any:
         """Return the attended latents [n, H, D_c] of `queries` [n, H, D_c + D_r]; the next call overwrites them."""
-        if self._outputs is None:
-            nodes, heads, _ = queries.shape
-            self._queries = self._xp.empty((1, *queries.shape), np.float32)
-            self._out = self._xp.empty((1, nodes, heads, self._width), np.float32)
-            self._inputs = _as_numba(self._queries)
-            self._outputs = _as_numba(self._out), cuda.device_array((1, nodes, heads), np.float32)
+        if self._queries is None:
+            self._prepare(queries)
         self._queries[0] = queries
-        arguments = self._inputs, self._layers[layer], *self._rows, self._bits, self._count, self._scale
-        tree_attention(*arguments, latent_width=self._width, out=self._outputs)
+        if self._graphs:
+            self._graphs[layer].replay()
+        else:
+            self._launch(layer, None)
         return self._out[0]
+
+    def _prepare(self, queries: Any) -> None:
+        nodes, heads, _ = queries.shape
+        self._queries = self._xp.zeros((1, *queries.shape), np.float32)
+        self._out = self._xp.empty((1, nodes, heads, self._width), np.float32)
+        self._inputs = _as_numba(self._queries)
+        self._outputs = _as_numba(self._out), cuda.device_array((1, nodes, heads), np.float32)
+        if self._recorded and ON_GPU:
+            self._stream = cuda.stream()
+            self._launch(0, self._stream)  # compiles, and makes the buffers that belong to this stream
+            cuda.synchronize()
+            layers = range(len(self._layers))
+            self._graphs = [Recorded(partial(self._launch, layer), self._stream) for layer in layers]
+
+    def _launch(self, layer: int, stream: Any) -> None:
+        arguments = self._inputs, self._layers[layer], *self._rows, self._bits, self._count, self._scale
+        tree_attention(*arguments, latent_width=self._width, out=self._outputs, stream=stream)
 
 
 def _as_numba(array: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from ddtree_numba.engine.arithmetic import ON_CPU, Arithmetic
 from ddtree_numba.engine.checkpoint import TargetConfig
 from ddtree_numba.engine.kv_cache import PagedKVCache
-from ddtree_numba.engine.row_math import normalise, rope_table, rotate, swiglu
+from ddtree_numba.engine.row_math import rope_table
 from ddtree_numba.stages.best_first_tree.reference import MAX_DRAFT_LENGTH
 
 __all__ = ["Attention", "TargetModel", "TargetPass"]
@@ -88,29 +88,29 @@ class TargetModel:
         features = {}
         x = self.embedding[token_ids]
         for index, layer in enumerate(self._layers):
-            latents = layer.compress(normalise(x, c.rms_norm_eps))
+            latents = layer.compress(self.arithmetic.normalise(x, c.rms_norm_eps))
             cache.layer(index)[rows] = self._kv_rows(layer, latents[:, c.q_lora_rank :], rotation)
             queries = self._queries(layer, latents[:, : c.q_lora_rank], rotation)
             x += layer.output(attention(index, queries).reshape(len(x), -1))
-            x += layer.down(swiglu(layer.gate_up(normalise(x, c.rms_norm_eps))))
+            x += layer.down(self.arithmetic.swiglu(layer.gate_up(self.arithmetic.normalise(x, c.rms_norm_eps))))
             if index in self._feature_layers:
                 features[index] = x.copy()
-        logits = self._head(normalise(x, c.rms_norm_eps))
+        logits = self._head(self.arithmetic.normalise(x, c.rms_norm_eps))
         chosen = [features[index] for index in self._feature_layers]
         return TargetPass(logits, np.concatenate(chosen, axis=1) if chosen else x[:, :0])
 
     def _kv_rows(self, layer: _Layer, rows: Any, rotation: Any) -> Any:
         """Make of `rows` what the cache keeps of each token: the normed latent and the rotated key, [N, D_c + D_r]."""
         width = self.config.kv_lora_rank
-        np.multiply(normalise(rows[:, :width], _INNER_EPS), layer.latent_weight, out=rows[:, :width])
-        rotate(rows[:, width:], rotation)
+        np.multiply(self.arithmetic.normalise(rows[:, :width], _INNER_EPS), layer.latent_weight, out=rows[:, :width])
+        self.arithmetic.rotate(rows[:, width:], rotation)
         return rows
 
     def _queries(self, layer: _Layer, query_latent: Any, rotation: Any) -> Any:
         """Return the absorbed queries [N, H, D_c + D_r], their last D_r numbers rotated."""
-        queries = layer.query(normalise(query_latent, _INNER_EPS))
+        queries = layer.query(self.arithmetic.normalise(query_latent, _INNER_EPS))
         queries = queries.reshape(len(queries), self.config.num_attention_heads, -1)
-        rotate(queries[:, :, self.config.kv_lora_rank :], rotation[:, None])
+        self.arithmetic.rotate(queries[:, :, self.config.kv_lora_rank :], rotation[:, None])
         return queries
 
 
