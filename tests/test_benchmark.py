@@ -335,11 +335,12 @@ class FakeGPU:
     """A GPU that works in order, a microsecond's clock of its own, behind a host whose launches take longer."""
 
     def __init__(self) -> None:
-        self.now, self.log = 0.0, []
+        self.now, self.log, self.overtakes = 0.0, [], []
 
     def event(self):
         stamp = SimpleNamespace()
         stamp.record = lambda: setattr(stamp, "at", self.now)
+        stamp.query = lambda: bool(self.overtakes) and self.overtakes.pop()
         return stamp
 
     def event_elapsed_time(self, first, last):
@@ -380,6 +381,16 @@ def test_the_timer_gives_the_median_of_calls_in_turn(fake_gpu):
     assert timed[4:8] == ["a", "b", "a", "b"], "inputs are used in turn"
     behind = fake_gpu.log.index("copy")
     assert fake_gpu.log[behind:].count("before") == len(timed) - 4, "each timed call has its own, outside the time"
+
+
+def test_calls_that_the_gpu_overtook_are_launched_again_behind_a_longer_queue(fake_gpu):
+    timer = timing.Timer()
+    fake_gpu.overtakes = [True, True]
+    us = iter([8.0] * 3 + [900.0] * 120 + [9.0] * 1000)  # warm-up, launch and estimate; two batches overtaken; the rest
+    fake_gpu.log.clear()
+    assert timer.device([lambda: fake_gpu.work("call", next(us))]) == 9.0
+    queues = [len(list(group)) for name, group in itertools.groupby(fake_gpu.log) if name == "copy"]
+    assert queues[0] < queues[1] < queues[2] == queues[-1]
 
 
 def test_the_timer_times_what_is_slow_once(fake_gpu):

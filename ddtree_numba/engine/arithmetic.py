@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddtree_numba.engine import row_math
+from ddtree_numba.engine import cupy_rows, row_math
 from ddtree_numba.engine.packed_matrix import PackedMatrix
 
 __all__ = ["ON_CPU", "Arithmetic", "LibraryMatrix", "MissingCuPyError", "arithmetic_of"]
@@ -80,5 +80,5 @@ def arithmetic_of(backend: str) -> Arithmetic:
         reason = "CuPy is not installed" if error.name == "cupy" else f"CuPy can't be imported: {error}"
         extra = "pip install 'ddtree-numba[gpu13]' (gpu12 where the driver knows CUDA 12 alone)"
         raise MissingCuPyError(f"{reason}; {extra}") from None
-    fused = importlib.import_module("ddtree_numba.engine.cupy_rows")
-    return Arithmetic(cupy, partial(LibraryMatrix, cupy), fused.normalise, fused.swiglu, fused.rotate)
+    matrix = partial(LibraryMatrix, cupy)
+    return Arithmetic(cupy, matrix, cupy_rows.normalise, cupy_rows.swiglu, cupy_rows.rotate)
