@@ -145,7 +145,10 @@ _PromptFile = Annotated[
 ]
 _Mode = Annotated[str, typer.Option("--mode", metavar="|".join(MODES), help="How to draft.")]
 _Budget = Annotated[int, typer.Option("--budget", metavar="N", help=f"Most nodes of a draft, 0 to {MAX_BUDGET}.")]
-_Backend = Annotated[str, typer.Option("--backend", metavar="|".join(BACKENDS), help="What runs the six stages.")]
+_Backend = Annotated[
+    str,
+    typer.Option("--backend", metavar="|".join(BACKENDS), help="What runs the six stages; gpu: the models as well."),
+]
 _Model = Annotated[
     Path, typer.Option("--model", metavar="DIR", help="Another model's folder.", show_default="the package's")
 ]

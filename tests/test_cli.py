@@ -520,6 +520,15 @@ def test_gpu_that_was_asked_for_and_is_not_there(folder):
     assert done.stderr.startswith(b"ddtree: --backend: got 'gpu' (") and b"needs a GPU that works" in done.stderr
 
 
+def test_gpu_without_cupy(folder, monkeypatch):
+    monkeypatch.setattr(cli, "BACKEND", "gpu")
+    monkeypatch.setattr(cli, "describe", lambda: "gpu")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    needs = "needs pip install 'ddtree-numba[gpu13]' (gpu12 where the driver knows CUDA 12 alone)"
+    with pytest.raises(Exception, match=re.escape(f"--backend: got 'gpu' (CuPy is not installed), {needs}")):
+        cli.generate(prompt="a", backend="gpu", model=folder)
+
+
 def test_no_arguments_show_the_help_alone():
     done = ddtree()
     assert b"generate" in done.stdout and done.stderr == b"" and done.returncode in (0, 2)  # by Click's version

@@ -367,17 +367,46 @@ def test_text_on_the_gpu_is_the_cpu_s(record_property):
     pytest.importorskip("cupy", reason="the engine's arrays on a GPU are CuPy's")
     on_cpu, on_gpu = load_model(), load_model(backend="gpu")
     seconds, counts = dict.fromkeys(MODES, 0.0), dict.fromkeys(MODES, 0)
+    off, closest = 0.0, np.inf
     for prompt in json.loads(PROMPTS.read_text())[:5]:
         tokens = encode_text(prompt["text"])
-        expected = tokens_of(decode(on_cpu, "tree", tokens, 100, 32))
+        expected, logits = decode_with_logits(on_cpu, "tree", tokens)
+        best = np.sort(logits, axis=1)[:, -2:]
+        closest = min(closest, float((best[:, 1] - best[:, 0]).min()))
         for mode in MODES:
             rounds = decode(on_gpu, mode, tokens, 100, 32)
-            assert tokens_of(rounds) == expected, f"{mode}: {prompt['text'][-40:]!r}"
+            assert tokens_of(rounds) == tokens_of(expected), f"{mode}: {prompt['text'][-40:]!r}"
             for each in rounds[1:]:  # the first one reads the prompt
                 seconds[mode] += each.seconds
                 counts[mode] += len(each.tokens)
+            got = decode_with_logits(on_gpu, mode, tokens)[1]
+            rows = min(len(got), len(logits))  # the last round may go further than the text
+            off = max(off, float(np.abs(got[:rows] - logits[:rows]).max()))
+    record_property("largest_logit_difference", off)
+    record_property("smallest_gap_of_the_two_best_logits", closest)
     for mode in MODES:
         record_property(f"{mode}_tokens_per_second", round(counts[mode] / seconds[mode]))
+    assert off < closest / 2, "the two best logits of a token could change places"
+
+
+def decode_with_logits(pair: ModelPair, mode: str, tokens: list[int]) -> tuple[list[Round], np.ndarray]:
+    """Decode a hundred tokens; return the rounds, and the target's logits [tokens, V] before each emitted token."""
+    seen: list[np.ndarray] = []
+
+    def choose(logits):
+        seen.append(pair.target.arithmetic.on_host(logits))
+        return greedy(logits)
+
+    rounds = decode(pair, mode, tokens, 100, 32, choose=choose)
+    paths = [each.path.accept_slots[0, : each.path.accept_count[0]] for each in rounds]
+    return rounds, np.concatenate([logits[path] for logits, path in zip(seen, paths, strict=True)])
+
+
+def test_logits_along_the_path_are_one_row_a_token():
+    pair, tokens = load_model(), encode_text("def main(")
+    (one, alone), (tree, along) = (decode_with_logits(pair, mode, tokens) for mode in ("autoregressive", "tree"))
+    assert len(alone) == 100 == len(tokens_of(one)) and len(along) >= 100 == len(tokens_of(tree))
+    np.testing.assert_array_equal(along[:100], alone)
 
 
 @pytest.mark.gpu

@@ -31,7 +31,7 @@ def sets_past_l2(bytes_of_a_set: int) -> int:
     """Return how many sets of inputs, used in turn, are together more than the L2 holds, and at least two.
 
     >>> sets_past_l2(5_000_000), sets_past_l2(300_000_000)
-    (20, 2)
+    (19, 2)
     """
     return max(2, math.ceil(1.5 * L2_BYTES / bytes_of_a_set))
 
