@@ -13,7 +13,7 @@ import ddtree_numba.stages.top_candidates.block_per_row as first_rung
 from ddtree_numba.backend import cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.stages.top_candidates import VERSIONS, best_version, top_candidates, top_candidates_reference
-from ddtree_numba.stages.top_candidates.fused import make_workspace, segments_for
+from ddtree_numba.stages.top_candidates.fused import THREADS, make_workspace, segments_for
 from tests.helpers import on_device, on_host, poisoned, poisoned_like
 
 INF, NAN = float("inf"), float("nan")
@@ -38,11 +38,11 @@ def error_bound(log_probs, vocab, version="block_per_row"):
     by the terms' share of the total, |x - m| averages at most ln V (else the entropy would be larger than ln V), so the
     logarithm of the total is off by 4 + ln V units. Rounding to float32 adds one unit of the result on both sides.
 
-    The fused kernel multiplies by log2(e), which rounds once more and is itself off by a quarter of a unit: 2.25 ln V.
-    It adds eight terms in float32, three roundings deep, and more in float64: one unit is left for that.
+    The fused kernel multiplies by log2(e), which is itself off by a quarter of a unit: 1.25 ln V. It adds 32 terms in
+    float32, five roundings deep, and more in float64: one unit is left for that.
     """
     finite = np.where(np.isfinite(log_probs), np.abs(log_probs), 0)
-    of_sum = 8 + 2.25 * math.log(vocab) if version == "fused" else 4 + math.log(vocab)
+    of_sum = 10 + 1.25 * math.log(vocab) if version == "fused" else 4 + math.log(vocab)
     return UNIT * (of_sum + 2 * finite.astype(np.float64))
 
 
@@ -179,6 +179,21 @@ def test_the_widest_possible_spread(function):
     assert log_probs == [0.0, -largest, -INF], "its log-probability is below what float32 holds"
 
 
+@both
+@pytest.mark.parametrize("encode", [np.asarray, to_bfloat16], ids=["float32", "bfloat16"])
+def test_logits_of_any_size_keep_their_distances(function, encode):
+    """Logits around a power of two, ties among them: no product with log2(e) may round what their differences tell."""
+    for power in (-100, -20, 0, 3, 9, 20, 28, 29, 30, 31, 60, 99, 101, 126):
+        for sign in (1.0, -1.0):
+            steps = np.array([1, 1.0078125, 1, 1.015625, 1.0078125, 1.015625, 1.015625, 0.99609375], np.float32)
+            row = np.ldexp(steps, power).astype(np.float32) * np.float32(sign)
+            expected, ids = sorted_by_hand(row, 5)
+            got, got_ids = one_row(function, row, 5, encode)
+            assert got_ids == ids
+            bound = error_bound(np.array(expected), 8, "fused")
+            assert (np.abs(np.array(got) - np.array(expected)) <= bound).all(), (power, sign, got, expected)
+
+
 # --- the reference against sorting by hand ---------------------------------------------------------------------------
 
 
@@ -238,6 +253,11 @@ HARD_ROWS = {
     "late spike": lambda rng, n: np.where(np.arange(n) < n - 3, -300.0, 90.0),
     "leading -inf": lambda rng, n: np.where(np.arange(n) < n * 3 // 4, -INF, -rng.random(n)),
     "two values": lambda rng, n: rng.integers(0, 2, n),
+    # Half of the threads lift the floor to 1000; the others then meet 900, below it and far above all they have seen.
+    "two plateaus": lambda rng, n: (
+        np.where(np.arange(n) // 8 % THREADS < THREADS // 2, np.arange(n) > n // 4, 0.9 * (np.arange(n) > n // 2))
+        * 1000
+    ),
 }
 hard_rows = pytest.mark.parametrize("row", HARD_ROWS.values(), ids=HARD_ROWS.keys())
 
@@ -258,6 +278,15 @@ def test_an_invalid_segment_makes_the_row_invalid(segments):
         logits[0, 0, place] = bad
         got = top_candidates(logits, 3, version="fused", workspace=make_workspace(2, segments))
         assert_equals_reference(got, logits, 3, "fused")
+
+
+def test_one_workspace_serves_one_launch_after_the_other(rng):
+    workspace = make_workspace(2, 3)
+    for _ in range(3):
+        logits = random_logits(rng, (1, 2, 500), step=0.5)
+        got = top_candidates(logits, 4, version="fused", workspace=workspace)
+        assert_equals_reference(got, logits, 4, "fused")
+        assert workspace.arrived.copy_to_host().tolist() == [0, 0]
 
 
 def test_there_is_always_a_segment():

@@ -64,7 +64,7 @@ def top_candidates(
     tokens or more, else `block_per_row`. `workspace`, from `fused.make_workspace`, spares `fused` an allocation.
 
     Ids equal the reference's. The exponentials are float32: log-probabilities differ by at most
-    ``2**-24 * (4 + ln(V) + 2 * |log_prob|)`` with `block_per_row`, ``2**-24 * (8 + 2.25 * ln(V) + 2 * |log_prob|)``
+    ``2**-24 * (4 + ln(V) + 2 * |log_prob|)`` with `block_per_row`, ``2**-24 * (10 + 1.25 * ln(V) + 2 * |log_prob|)``
     with `fused`.
 
     Raises `TypeError` for what is no array or of another dtype, `ValueError` for a wrong shape or layout, a `k` below

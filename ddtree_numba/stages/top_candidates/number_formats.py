@@ -41,7 +41,9 @@ class NumberFormat(NamedTuple):
     shift: Any
     """(logits, start) -> places from the vector boundary at or before element `start` to it."""
     load: Any
-    """(logits, origin, vector, words, u): load `vector`, all of it in the row, as u; vector 0 begins at `origin`."""
+    """(logits, origin, vector, ahead, words, u): load vector `vector` + `ahead`, all of it in the row, as u.
+
+    Vector 0 begins at `origin`. A constant `ahead` costs nothing: it is part of the load instruction."""
     load_edge: Any
     """(logits, start, first, vocab, words, u): places `first`.. of the row at `start`, -inf outside 0..vocab - 1."""
     pair: Any
@@ -90,9 +92,10 @@ def _on_gpu(item_bytes: int, pair: Any, largest: Any, logit: Any, minus_infinity
     if item_bytes == 2:
 
         @inlined
-        def load(logits, origin, vector, words, u):
+        def load(logits, origin, vector, ahead, words, u):
             address = array_address(logits) + np.uint64(origin << log2_bytes)
-            word = load_16_bytes(address + (np.uint64(np.uint32(vector)) << np.uint64(4)))
+            address += np.uint64(np.uint32(vector)) << np.uint64(4)
+            word = load_16_bytes(address + np.uint64(16 * ahead))
             words[u, 0], words[u, 1], words[u, 2], words[u, 3] = word[0], word[1], word[2], word[3]
 
         @inlined
@@ -109,9 +112,10 @@ def _on_gpu(item_bytes: int, pair: Any, largest: Any, logit: Any, minus_infinity
     else:
 
         @inlined
-        def load(logits, origin, vector, words, u):
+        def load(logits, origin, vector, ahead, words, u):
             address = array_address(logits) + np.uint64(origin << log2_bytes)
             address += np.uint64(np.uint32(vector)) << np.uint64(5)
+            address += np.uint64(32 * ahead)
             low, high = load_16_bytes(address), load_16_bytes(address + np.uint64(16))
             words[u, 0], words[u, 1], words[u, 2], words[u, 3] = low[0], low[1], low[2], low[3]
             words[u, 4], words[u, 5], words[u, 6], words[u, 7] = high[0], high[1], high[2], high[3]
@@ -184,9 +188,9 @@ def _simulated(logit: Any) -> NumberFormat:
             words[u, j] = logit(logits, start + first + j) if 0 <= first + j < vocab else nothing
 
     @inlined
-    def load(logits, origin, vector, words, u):
+    def load(logits, origin, vector, ahead, words, u):
         for j in range(VECTOR):
-            words[u, j] = logit(logits, origin + vector * VECTOR + j)
+            words[u, j] = logit(logits, origin + (vector + ahead) * VECTOR + j)
 
     @inlined
     def pair(words, u, p):
