@@ -16,7 +16,11 @@ float64: some 300 cycles by count, however many slots there are. Past 64 slots t
 whose winners meet in shared memory: one barrier and three more reductions.
 
 What it buys: latency. The work per node was N steps in one lane, now it is N / 32 in each, and independent ones.
-Measured on an H200, bits included: 21 us for 64 nodes, of one request or of 64; 563 us for 1024 nodes of one.
+Measured on an H200, bits included: 19.5 us for 64 nodes of one request, 20.7 for 64 requests; 560 us for 1024 nodes of
+one. A node costs 100 instructions in one warp and 190 in eight, most of them 4 to 6 cycles after the one before: the
+length of the chain is what counts. Tried, and slower at 1267 us: one warp for 1024 nodes too, which keeps the best
+offer of every 32nd slot in a register and searches only the popped slot's bucket anew. It does a thirtieth of the
+comparisons, in 340 instructions a node.
 
 What it costs: the order of events is less plain than in `one_thread`, and there is a kernel for each size class.
 """
@@ -46,7 +50,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 _NOTHING = np.uint64(0x000FFFFFFFFFFFFF)  # _ordered(-inf)
 _RANK_BITS, _RANK = np.int32(11), np.int32((1 << 11) - 1)  # a cell is what is offered: row (depth - 1), rank
 _CELL_BITS, _CELL = np.int32(18), np.int32((1 << 18) - 1)  # a node is its parent's slot, and its cell
-_SIZES = ((1, 1), (1, 2), (8, 1), (16, 2)) if ON_GPU else ((4, 2), (4, 10), (4, 256))
+_THREADS = 512  # of a block whose offers are one warp's
+_SIZES = ((1, 1), (1, 2), (8, 1), (8, 4)) if ON_GPU else ((4, 2), (4, 10), (4, 256))
 """(warps, slots of a lane), smallest first."""
 
 
@@ -121,7 +126,7 @@ def _candidate(log_probs, b, row, rank):
 def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
     """Return (kernel, kernel that fills bits and positions too, threads), for up to warps * lanes * slots nodes."""
     offering = warps * _LANES  # threads that hold offers
-    threads = offering if warps > 1 or not ON_GPU else 256  # one warp alone has helpers before and after
+    threads = offering if warps > 1 or not ON_GPU else _THREADS  # one warp alone has helpers before and after
     most_slots = offering * slots_of_lane + 1
     most_links = 2 * most_slots
     table_size = 2048 if most_slots < 200 else 2800
@@ -148,7 +153,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
         b, thread = cuda.blockIdx.x, np.uint32(cuda.threadIdx.x)
         slots, depths = np.uint32(tree.parents.shape[1]), np.uint32(log_probs.shape[1])
         width = np.uint32(min(log_probs.shape[2] + 1, slots, table_size // (depths + 1)))  # ranks that lie in `table`
-        for i in range(thread, np.uint32((depths + 1) * width), threads):
+        for i in range(thread, np.uint32(depths * width + 1), threads):  # one entry is enough behind the last depth
             row = np.uint32(i) // width
             table[i] = _candidate(log_probs, b, row, np.uint32(i) - row * width)
         for slot in range(thread, slots, threads):
@@ -192,11 +197,11 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
 
                 parent, turn = np.uint32(first & _SLOT), np.uint32(first & ~_SLOT)
                 row, rank = np.uint32(what >> _RANK_BITS), np.uint32(what & _RANK)
-                at = np.uint32(row * width + rank)
+                # All loads before the branch, which is decided while they are on their way.
+                at = np.uint32(row * width + min(rank, np.uint32(width - np.uint32(2))))
                 child = table[np.uint32(row * width + width)]
-                if np.uint32(rank + np.uint32(1)) < width:
-                    own, following = table[at], table[np.uint32(at + np.uint32(1))]
-                else:
+                own, following = table[at], table[np.uint32(at + np.uint32(1))]
+                if np.uint32(rank + np.uint32(1)) >= width:
                     own, following = _candidate(log_probs, b, row, rank), _candidate(log_probs, b, row, rank + 1)
                 # The order of these sums is part of the contract: another one rounds differently.
                 score = _unordered(winner)
