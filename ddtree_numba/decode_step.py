@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, check_integer
-from ddtree_numba.backend import ON_GPU, as_device, as_stream, cuda, is_device_array
+from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
+from ddtree_numba.backend import ON_GPU, as_device, as_stream, block_threads, cuda, is_device_array
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
 from ddtree_numba.launch_graph import Recorded
-from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk, accept_walk_reference
+from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk_reference, check_walk, walk_request
 from ddtree_numba.stages.ancestor_bitmask import (
     ancestor_bitmask,
     ancestor_bitmask_reference,
@@ -25,12 +25,12 @@ from ddtree_numba.stages.ancestor_bitmask import (
 from ddtree_numba.stages.best_first_tree import best_version as best_tree_version
 from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
 from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
-from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference, kv_words
+from ddtree_numba.stages.kv_commit import advance_request, check_commit, commit_kv_reference, kv_words, launch_move
 from ddtree_numba.stages.top_candidates import best_version as best_candidates_version
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
 from ddtree_numba.stages.top_candidates.fused import make_workspace, segments_for
 
-__all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference"]
+__all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference", "walk_and_advance_kernel"]
 
 
 def _candidates_for(budget: int, k: int | None) -> int:
@@ -88,6 +88,18 @@ class DecodeStepReference:
             kv_pool, block_table, prefix_lengths, path.accept_slots, path.accept_count
         )
         return path
+
+
+@cuda.jit
+def walk_and_advance_kernel(tree, target_tokens, path, kv_pool, block_table, prefix_lengths, status):
+    """Walk the tree of one request in each thread, then advance its length: `commit_kv_kernel` may follow.
+
+    The arrays, launch and needs of `accept_walk_kernel` and `advance_lengths_kernel`. One launch less: 2 us.
+    """
+    b = cuda.grid(1)
+    if b < status.shape[0]:
+        walk_request(b, tree, target_tokens, path)
+        advance_request(b, kv_pool, block_table, prefix_lengths, path.accept_slots, path.accept_count, status)
 
 
 class DecodeStep:
@@ -192,16 +204,22 @@ class DecodeStep:
     def _launch_commit(
         self, stream: Any, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any
     ) -> None:
-        accept_walk(self.tree, target_tokens, self.draft_length, out=self.path, stream=stream)
-        commit_kv(
-            kv_pool,
-            block_table,
-            prefix_lengths,
-            self.path.accept_slots,
-            self.path.accept_count,
-            out=self.commit_status,
-            stream=stream,
+        check_walk(self.tree, target_tokens, self.draft_length)
+        path = (self.path.accept_slots, self.path.accept_count)
+        batch, layers = check_commit(kv_pool, block_table, prefix_lengths, *path)
+        inputs = {
+            "target_tokens": target_tokens,
+            "kv_pool": kv_words(kv_pool),
+            "block_table": block_table,
+            "prefix_lengths": prefix_lengths,
+        }
+        transfer = Transfer(stream, inputs)
+        targets, *cache = map(transfer.input, inputs.values())
+        threads = block_threads(32, simulator=8)
+        walk_and_advance_kernel[-(-batch // threads), threads, transfer.stream](
+            self.tree, targets, self.path, *cache, self.commit_status
         )
+        launch_move((*cache, *path, self.commit_status), batch, layers, transfer.stream)
 
     def prepare(
         self,

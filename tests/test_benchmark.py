@@ -153,7 +153,11 @@ def break_trees(monkeypatch):
 
 
 def break_rounds(monkeypatch):
-    monkeypatch.setattr("ddtree_numba.decode_step.commit_kv", lambda *arrays, out, stream: None)
+    def moves_nothing_and_counts_wrong(arrays, batch, layers, stream):
+        lengths = arrays[2]
+        lengths.copy_to_device(lengths.copy_to_host() + 1)
+
+    monkeypatch.setattr("ddtree_numba.decode_step.launch_move", moves_nothing_and_counts_wrong)
 
 
 @pytest.mark.skipif(ON_GPU, reason="breaks what the simulator runs")

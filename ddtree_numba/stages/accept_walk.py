@@ -34,7 +34,7 @@ from ddtree_numba.draft_tree import (
     check_tree_arrays,
 )
 
-__all__ = ["AcceptedPath", "accept_walk", "accept_walk_kernel", "accept_walk_reference"]
+__all__ = ["AcceptedPath", "accept_walk", "accept_walk_kernel", "accept_walk_reference", "check_walk", "walk_request"]
 
 
 class AcceptedPath(NamedTuple):
@@ -63,7 +63,7 @@ def accept_walk_reference(tree: DraftTree, target_tokens: np.ndarray, draft_leng
     >>> path.accept_slots.tolist(), path.accept_tokens.tolist(), path.accept_count.tolist()
     ([[0, 2, 3, -1]], [[7, 6, 8, -1]], [3])
     """
-    batch, length = _check_walk(tree, target_tokens, draft_length)
+    batch, length = check_walk(tree, target_tokens, draft_length)
     path = AcceptedPath(
         np.full((batch, length + 1), -1, np.int32),
         np.full((batch, length + 1), -1, np.int32),
@@ -112,21 +112,9 @@ def _walk(
         visited.append(child)
 
 
-@cuda.jit
-def accept_walk_kernel(tree, target_tokens, path):
-    """Walk the tree of one request in each thread.
-
-    tree (DraftTree, N slots): token_ids, first_child, next_sibling and node_count are read.
-    target_tokens (B, N int32): the target's token at every slot; read at slots of the path only.
-    path (AcceptedPath, L + 1 columns): all of it is written.
-
-    Launch: enough threads for B, in blocks of any size, no shared memory. A walk is a chain of dependent loads that
-    only other requests' walks can hide, so there is nothing for a second thread of a request to do.
-    Needs: L >= 0.
-    """
-    b = cuda.grid(1)
-    if b >= target_tokens.shape[0]:
-        return
+@cuda.jit(device=True)
+def walk_request(b, tree, target_tokens, path):
+    """Walk the tree of request `b` in this thread; arguments as in `accept_walk_kernel`."""
     slots, columns = target_tokens.shape[1], path.accept_slots.shape[1]
     count, status = tree.node_count[b], STATUS_OK
     if count < 1 or count > slots:
@@ -167,6 +155,23 @@ def accept_walk_kernel(tree, target_tokens, path):
         path.accept_tokens[b, column] = -1
 
 
+@cuda.jit
+def accept_walk_kernel(tree, target_tokens, path):
+    """Walk the tree of one request in each thread.
+
+    tree (DraftTree, N slots): token_ids, first_child, next_sibling and node_count are read.
+    target_tokens (B, N int32): the target's token at every slot; read at slots of the path only.
+    path (AcceptedPath, L + 1 columns): all of it is written.
+
+    Launch: enough threads for B, in blocks of any size, no shared memory. A walk is a chain of dependent loads that
+    only other requests' walks can hide, so there is nothing for a second thread of a request to do.
+    Needs: L >= 0.
+    """
+    b = cuda.grid(1)
+    if b < target_tokens.shape[0]:
+        walk_request(b, tree, target_tokens, path)
+
+
 def accept_walk(
     tree: DraftTree,
     target_tokens: Any,
@@ -187,7 +192,7 @@ def accept_walk(
     Raises `TypeError` for what is no `DraftTree`, no array, of another dtype or a mix of NumPy and device,
     `ValueError` for a wrong shape or layout. A broken tree is no error but a bit in the request's status.
     """
-    batch, length = _check_walk(tree, target_tokens, draft_length)
+    batch, length = check_walk(tree, target_tokens, draft_length)
     if out is not None and not isinstance(out, AcceptedPath):
         raise TypeError(f"out: got {type(out).__name__}, needs an AcceptedPath")
     inputs = {f"tree.{name}": array for name, array in tree._asdict().items()}
@@ -205,7 +210,7 @@ def accept_walk(
     return AcceptedPath(*transfer.finish(*path))
 
 
-def _check_walk(tree: Any, target_tokens: Any, draft_length: Any) -> tuple[int, int]:
+def check_walk(tree: Any, target_tokens: Any, draft_length: Any) -> tuple[int, int]:
     """Return B and L of the walk's arguments; raise naming the one that is wrong."""
     if not isinstance(tree, DraftTree):
         raise TypeError(f"tree: got {type(tree).__name__}, needs a DraftTree")
