@@ -34,6 +34,7 @@ import numpy as np
 
 from ddtree_numba.backend import ON_GPU, block_threads, cuda
 from ddtree_numba.block_reduce import SCRATCH_SIZE, block_max, block_sum
+from ddtree_numba.device_library import scratch
 from ddtree_numba.ptx import exp2, inlined, kernel_for
 from ddtree_numba.stages.top_candidates.number_formats import VECTOR, number_format
 
@@ -77,10 +78,10 @@ class Workspace(NamedTuple):
 def make_workspace(rows: int, segments: int, stream: Any = 0) -> Workspace:
     """Return buffers for `rows` rows cut into `segments`; a launch overwrites them."""
     return Workspace(
-        cuda.device_array((rows, segments, PUBLISHED), np.uint64, stream=stream),
-        cuda.device_array((rows, segments), np.int32, stream=stream),
-        cuda.device_array((rows, segments), np.float32, stream=stream),
-        cuda.device_array((rows, segments), np.float64, stream=stream),
+        scratch((rows, segments, PUBLISHED), np.uint64, stream),
+        scratch((rows, segments), np.int32, stream),
+        scratch((rows, segments), np.float32, stream),
+        scratch((rows, segments), np.float64, stream),
     )
 
 
