@@ -1,4 +1,4 @@
-"""Decode the shipped checkpoint with Hugging Face transformers' own model, its attention and its cache replaced by ours.
+"""Decode the shipped checkpoint with Hugging Face transformers' own model, its attention and cache replaced by ours.
 
     pip install 'ddtree-numba[torch]' transformers
     python examples/transformers_decode.py --prompt "def quicksort("
@@ -11,7 +11,7 @@ The target is `transformers.DeepseekV3ForCausalLM`, unchanged. Two doors that tr
   new token, which are the row that `tree_attention` and `commit_kv` work on.
 
 The tree is built, walked and committed by the operators of `ddtree_numba.interop.torch_ops`: on a GPU by the kernels,
-on torch's stream, on a CPU by the references. The drafter, which transformers doesn't have, is this project's, in NumPy.
+on torch's stream, on a CPU by the references. The drafter, which transformers doesn't have, is ours, in NumPy.
 
 At the end the text is compared with that of `model.generate(do_sample=False)`, and the exit code is 1 when it differs.
 """
@@ -171,13 +171,14 @@ def decode(decoder: TreeDecoder, prompt: list[int], new_tokens: int, stop: int) 
     """Return the new tokens, cut at `stop`, and how many rounds they took."""
     decoder.prefill(prompt[:-1])
     tokens: list[int] = []
-    count = 0
-    for count, emitted in enumerate(decoder.rounds(prompt[-1]), start=1):
+    rounds = 0
+    for emitted in decoder.rounds(prompt[-1]):
+        rounds += 1
         tokens += emitted
         if len(tokens) >= new_tokens or stop in emitted:
             break
     tokens = tokens[:new_tokens]
-    return tokens[: tokens.index(stop)] if stop in tokens else tokens, count
+    return tokens[: tokens.index(stop)] if stop in tokens else tokens, rounds
 
 
 def arguments() -> argparse.Namespace:
@@ -227,18 +228,24 @@ def main() -> int:
     )
     seconds = time.perf_counter() - started
     prompt = torch.tensor([args.tokens], device=args.device)
-    expected = load("sdpa").generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=args.max_new_tokens,
-        eos_token_id=stop,
-        pad_token_id=stop,
-    )[0, len(args.tokens) :].tolist()
+    expected = (
+        load("sdpa")
+        .generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=args.max_new_tokens,
+            eos_token_id=stop,
+            pad_token_id=stop,
+        )[0, len(args.tokens) :]
+        .tolist()
+    )
     expected = expected[: expected.index(stop)] if stop in expected else expected
 
     print(args.prompt + decode_text(tokens))
-    print(f"-- {len(tokens)} tokens in {rounds} rounds, {seconds:.1f} s with loading, stages on {args.device}", end=": ")
+    print(
+        f"-- {len(tokens)} tokens in {rounds} rounds, {seconds:.1f} s with loading, stages on {args.device}", end=": "
+    )
     if tokens == expected:
         print("identical to model.generate(do_sample=False)")
         return 0

@@ -52,9 +52,9 @@ def check_bridged_tree(tree: Any, check: ArrayCheck | None = None) -> tuple[int,
 def copy_words_kernel(source, limit, target):
     """Copy rows of words into rows of another number or width of words, one target word a turn.
 
-    source (B, N, S, any integers): words beyond S count as 0.
+    source (B, N, S, unsigned): words beyond S count as 0.
     limit (uint32): the bits that a target word can hold.
-    target (B, N, T, any integers): written.
+    target (B, N, T, unsigned): written.
 
     Launch: any grid and block, no shared memory.
     """

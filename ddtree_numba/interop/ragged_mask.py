@@ -182,7 +182,7 @@ def packed_mask(
     """
     batch, slots, total = _check(ancestor_bits, prefix_lengths, prefix_sum)
     length = slots * (total + batch * slots) // 8 + batch
-    if prefix_sum is None:
+    if isinstance(prefix_lengths, np.ndarray):
         length = int(sum((slots * (int(prefix) + slots) + 7) // 8 for prefix in prefix_lengths))
     check_integer("bytes of the mask", length, 1, 2**31 - 1)
     if out is not None and not (isinstance(out, tuple) and len(out) == 2):

@@ -96,7 +96,7 @@ def to_tensorrt_llm(
     if stride is not None or out is not None:
         results.append(transfer.output("packed_mask", given_mask, (batch, slots, words), np.int32))
         for_each(copy_words_kernel, batch * slots * words, transfer.stream)(
-            transfer.input(tree.ancestor_bits), np.uint32(0xFFFFFFFF), results[1]
+            transfer.input(tree.ancestor_bits), np.uint32(0xFFFFFFFF), reinterpret(results[1], np.uint32)
         )
     index, *copied = transfer.finish(*results)
     mask = copied[0] if copied else reinterpret(tree.ancestor_bits, np.int32)
@@ -131,7 +131,7 @@ def bits_from_packed_rows(packed_mask: Any, slots: int, *, out: Any = None, stre
     transfer = Transfer(stream, {"packed_mask": packed_mask})
     bits = transfer.output("ancestor_bits", out, (batch, slots, mask_words(slots)), np.uint32)
     for_each(copy_words_kernel, batch * slots * mask_words(slots), transfer.stream)(
-        transfer.input(packed_mask), np.uint32(0xFFFFFFFF), bits
+        reinterpret(transfer.input(packed_mask), np.uint32), np.uint32(0xFFFFFFFF), bits
     )
     return transfer.finish(bits)[0]
 
