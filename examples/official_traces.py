@@ -148,7 +148,9 @@ def log_probs_for(paths: list[tuple[int, ...]], widths: list[int]) -> np.ndarray
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
     except ImportError:
-        raise SystemExit("official_traces.py: needs SciPy for traces without candidates: pip install scipy") from None
+        raise SystemExit(
+            "official_traces.py: needs SciPy for traces without candidates: pip install '.[examples]'"
+        ) from None
     place = {key: index for index, key in enumerate((d, r) for d, width in enumerate(widths) for r in range(width + 1))}
     rows: list[dict[int, float]] = []  # each: sum(coefficient * lp) <= -1
 

@@ -1,6 +1,6 @@
 """Decode the shipped checkpoint with Hugging Face transformers' own model, its attention and cache replaced by ours.
 
-    pip install 'ddtree-numba[torch]' transformers
+    pip install '.[examples]'
     python examples/transformers_decode.py --prompt "def quicksort("
 
 The target is `transformers.DeepseekV3ForCausalLM`, unchanged. Two doors that transformers leaves open are used:
@@ -39,7 +39,7 @@ try:
 
     from ddtree_numba.interop import torch_ops
 except ImportError as error:
-    raise SystemExit(f"transformers_decode.py: {error}; pip install 'ddtree-numba[torch]' transformers") from None
+    raise SystemExit(f"transformers_decode.py: {error}; pip install '.[examples]'") from None
 
 PREFILL = 128  # tokens of the prompt in one pass
 
