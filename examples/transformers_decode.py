@@ -66,6 +66,8 @@ class PagedLatentCache:
         self, latent: torch.Tensor, key: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's new rows [1, 1, S, D_c] and [1, 1, S, D_r]; transformers calls this."""
+        if latent.shape[1] != 1 or latent.shape[3] + key.shape[3] != self.pool.shape[3]:
+            raise SystemExit("transformers_decode.py: this transformers caches expanded keys; needs 5.17 or newer")
         rows = self.pool[layer].view(-1, self.pool.shape[3])
         rows[self._rows] = torch.cat([latent, key], dim=-1)[0, 0]
         return latent, key

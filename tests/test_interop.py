@@ -623,6 +623,12 @@ WRONG = [
         TypeError,
         "candidates: got list",
     ),
+    (
+        sglang.from_sglang,
+        (np.array([[2**32 + 5]]), numbers(1, 1, dtype=I64) - 1, numbers(1, 1, dtype=I64) - 1),
+        ValueError,
+        "candidates: got tokens 4294967301 to 4294967301, needs 0 to 2**31 - 1",
+    ),
     (sglang.from_sglang, (*(numbers(1, 2) for _ in range(3)),), TypeError, "candidates: got int32, needs int64"),
     (
         sglang.verify_tree_greedy,

@@ -411,7 +411,10 @@ def _check_from(candidates: Any, retrive_next_token: Any, retrive_next_sibling: 
     check("retrive_next_token", retrive_next_token, "B N", (np.int64,))
     check("retrive_next_sibling", retrive_next_sibling, "B N", (np.int64,))
     check_integer("B of candidates", batch, 1, 2**31 - 1)
-    return batch, check_integer("N of candidates", slots, 1, MAX_BUDGET + 1)
+    check_integer("N of candidates", slots, 1, MAX_BUDGET + 1)
+    if isinstance(candidates, np.ndarray) and not 0 <= candidates.min() <= candidates.max() < 2**31:
+        raise ValueError(f"candidates: got tokens {candidates.min()} to {candidates.max()}, needs 0 to 2**31 - 1")
+    return batch, slots
 
 
 def parents_from_selection_reference(

@@ -118,7 +118,7 @@ def bool_mask(
 
     ancestor_bits (B, N, W uint32): who sees whom.
     prefix_lengths (B int32) and keys (int): for a mask over prefix and tree. Device arrays need `keys`: the lengths are
-    not looked at on the host.
+    not looked at on the host, and a request that needs more columns is cut.
     out (B, N, N bool, or B, N, keys): array to write into; stream: where to run.
 
     Raises `TypeError` or `ValueError` naming the argument, also for `keys` below what the longest prefix needs.
