@@ -129,6 +129,11 @@ def test_bits_of_no_tree_are_reported(rng):
     counts = np.array([3, 3, 3, 3, 3, 3, 3, 4], np.int32)
     links = both(visibility.links_from_bits, visibility.links_from_bits_reference, bits, counts)
     assert links.status.tolist() == [STATUS_OK] + [STATUS_BROKEN_LINK] * 7
+    for odd in (1 << 3, 1 << 31):  # a parent and its child agree on a slot that neither may see
+        family = np.array([[[1], [3 | odd], [7 | odd], [9]]], np.uint32)
+        both(visibility.links_from_bits, visibility.links_from_bits_reference, family, np.array([4], np.int32))
+        links = visibility.links_from_bits(family, np.array([4], np.int32))
+        assert links.parents.tolist() == [[-1, -1, -1, 0]] and links.status.tolist() == [STATUS_BROKEN_LINK]
     noise = rng.integers(0, 2**32, (4, 40, 2), dtype=np.uint32)
     both(visibility.links_from_bits, visibility.links_from_bits_reference, noise, np.array([40, 1, 0, -1], np.int32))
 
