@@ -259,32 +259,56 @@ def test_outputs_of_the_caller_are_written_where_they_are(lib, rng):
 
 
 def test_a_step_and_its_plan_take_foreign_arrays(lib, rng):
+    """Behind late data on a stream of the library's, and captured."""
     step = Step(rng)
     engine, twin = DecodeStep(B, L, V, BUDGET, K), DecodeStepReference(BUDGET, K)
     given = step.moved(lib)
     arrays = [given[name] for name in ("logits", "roots", "prefix", "targets", "pool", "table")]
     plan = engine.prepare(*arrays)
-    for run in (engine, plan):
-        for name in ("pool", "prefix"):
-            lib.copy(given[name], lib.array(getattr(step, name)))
-        cuda.synchronize()
+    cache = given["targets"], given["pool"], given["table"], given["prefix"]
+
+    def by_launches():
+        return engine.draft(*arrays[:3])[0], engine.commit(*cache)
+
+    def by_plan():
+        return plan.draft()[0], plan.commit()
+
+    def late(run):
         stream = lib.stream()
         with lib.on(stream):
             lib.delay()
-            lib.copy(given["logits"], lib.array(step.logits))
-            tree, _ = run.draft() if run is plan else run.draft(*arrays[:3])
-            path = (
-                run.commit()
-                if run is plan
-                else run.commit(given["targets"], given["pool"], given["table"], given["prefix"])
-            )
+            lib.copy(given["logits"], fresh)
+            results = run()
         stream.synchronize()
-        twin.tree = d.build_tree_reference(
-            engine.log_probs.copy_to_host(), engine.token_ids.copy_to_host(), step.roots, BUDGET
-        )
-        np.testing.assert_array_equal(tree.parents.copy_to_host(), twin.tree.parents)
-        expected = d.accept_walk_reference(twin.tree, step.targets, L)
-        np.testing.assert_array_equal(path.accept_slots.copy_to_host(), expected.accept_slots)
+        return results
+
+    def captured(run):
+        results, replay = lib.captured(run)
+        lib.copy(given["logits"], fresh)
+        cuda.synchronize()
+        replay()
+        cuda.synchronize()
+        return results
+
+    fresh, empty = lib.array(step.logits), lib.array(np.zeros_like(step.logits))
+    for how in (late, captured):
+        for run in (by_launches, by_plan):
+            for name in ("pool", "prefix"):
+                lib.copy(given[name], lib.array(getattr(step, name)))
+            lib.copy(given["logits"], empty)
+            cuda.synchronize()
+            tree, path = how(run)
+            found = engine.log_probs.copy_to_host(), engine.token_ids.copy_to_host()
+            np.testing.assert_array_equal(found[1], step.candidates[1])
+            twin.tree = d.build_tree_reference(*found, step.roots, BUDGET)
+            np.testing.assert_array_equal(tree.parents.copy_to_host(), twin.tree.parents)
+            expected = d.accept_walk_reference(twin.tree, step.targets, L)
+            np.testing.assert_array_equal(path.accept_slots.copy_to_host(), expected.accept_slots)
+            prefix = step.prefix.copy()
+            pool = step.pool.copy()
+            d.commit_kv_reference(pool, step.table, prefix, expected.accept_slots, expected.accept_count)
+            np.testing.assert_array_equal(lib.numpy(given["prefix"]), prefix)
+            np.testing.assert_array_equal(lib.numpy(given["pool"]), pool)
 
 
 # Bridges.
