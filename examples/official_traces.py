@@ -1,7 +1,10 @@
 """Rebuild the draft trees that a run of the published DDTree code recorded, and report any difference.
 
-    python examples/official_traces.py run.pt            # what its benchmark.py saves, of a run with save_tree_traces
+    python examples/official_traces.py run.pt            # saved with torch.save
     python examples/official_traces.py rounds.json       # the same rounds as JSON, which needs no PyTorch
+
+A .pt file holds what `ddtree_generate(..., save_tree_traces=True)` returns, or what the published benchmark.py saves of
+such calls; a .json file its `round_trees`.
 
 The published code (liranringel/ddtree, by the authors of arXiv 2604.12989) records of each round, as facts restated
 here: `accepted_indices`, the accepted path with the root, and a `tree` of `node_token_ids` and `node_depths`, both
@@ -66,6 +69,8 @@ def read_rounds(path: Path) -> Iterator[Round]:
     # The file holds plain containers and SimpleNamespace; anything else in the pickle is refused, not run.
     with torch.serialization.safe_globals([types.SimpleNamespace]):
         data = torch.load(path, map_location="cpu", weights_only=True)
+    if isinstance(data, types.SimpleNamespace):  # of one call
+        data = {"responses": [{"ddtree_generate": data}]}
     for index, response in enumerate(data["responses"]):
         for method, result in response.items():
             trees = getattr(result, "round_trees", None)

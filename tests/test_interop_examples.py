@@ -141,8 +141,9 @@ def test_the_command_reads_both_kinds_of_file(rng, tmp_path):
     plain = types.SimpleNamespace(output_ids=torch.zeros(1, 3), round_trees=None)
     run_data = {"responses": [{"baseline": plain, "ddtree_tb16": result}], "block_size": 16, "args": {"dataset": "x"}}
     torch.save(run_data, tmp_path / "good.pt")
-    done = run("official_traces.py", tmp_path / "good.json", tmp_path / "good.pt")
-    assert (done.returncode, done.stdout) == (0, "10 rounds, 160 nodes: 0 differ\n"), done.stderr
+    torch.save(result, tmp_path / "call.pt")
+    done = run("official_traces.py", tmp_path / "good.json", tmp_path / "good.pt", tmp_path / "call.pt")
+    assert (done.returncode, done.stdout) == (0, "15 rounds, 240 nodes: 0 differ\n"), done.stderr
     rounds[3]["tree"]["node_depths"][0] = 2
     (tmp_path / "bad.json").write_text(json.dumps(rounds))
     done = run("official_traces.py", tmp_path / "bad.json")
