@@ -56,6 +56,10 @@ class NumbaLibrary:
         """Return a new array whose contents are undefined, to be used on `stream` (Numba's)."""
         return cuda.device_array(shape, dtype, stream=stream)
 
+    def scratch(self, shape: Any, dtype: Any, stream: Any) -> Any:
+        """Return a new array that a single launch on `stream` needs for itself."""
+        return self.empty(shape, dtype, stream)
+
     def facts(self, array: Any) -> ArrayFacts:
         """Return what `array` is."""
         if hasattr(array, "copy_to_host"):
@@ -127,6 +131,17 @@ class CupyLibrary(NumbaLibrary):
         with self._device, nullcontext() if here else cupy.cuda.ExternalStream(handle):
             return cupy.empty(shape, dtype)
 
+    def scratch(self, shape: Any, dtype: Any, stream: Any) -> Any:
+        """Return a new array that a single launch on `stream` needs for itself.
+
+        A graph that is being captured will use it at every replay, and CuPy, other than torch, has no pool for a graph:
+        memory that is let go goes to whoever asks next. So what a capture needs is kept for good.
+        """
+        array = self.empty(shape, dtype, stream)
+        if stream and self._cupy.cuda.ExternalStream(int(stream)).is_capturing():
+            _kept_for_graphs.append(array)
+        return array
+
     def facts(self, array: Any) -> ArrayFacts:
         """Return what `array` is."""
         strides = None if array.flags.c_contiguous else tuple(array.strides)
@@ -134,6 +149,7 @@ class CupyLibrary(NumbaLibrary):
 
 
 _NUMBA = NumbaLibrary()
+_kept_for_graphs: list[Any] = []
 
 
 def library_of(*arrays: Any) -> NumbaLibrary:
@@ -170,7 +186,7 @@ def scratch(shape: Any, dtype: Any, stream: Any) -> Any:
     It comes from the library that the launch's stream was taken from, so that it may be asked for during a capture.
     """
     library = getattr(stream, "library", _NUMBA)
-    return as_device(library.empty(shape, dtype, stream), stream)
+    return as_device(library.scratch(shape, dtype, stream), stream)
 
 
 def has_library(stream: Any) -> bool:

@@ -438,6 +438,31 @@ def test_torch_makes_no_copy_to_the_host(rng):
     assert_stages(lib, got, step, narrow=False)
 
 
+def test_a_graph_does_not_write_where_others_have_moved_in(lib, rng):
+    """What a captured launch needs for itself stays its own: later arrays of every size keep what they hold."""
+    step = Step(rng)
+    given = step.moved(lib)
+    out = [lib.array(np.zeros((B, L, K), dtype)) for dtype in (np.float32, np.int32)]
+    attended = [lib.array(np.zeros(array.shape, np.float32)) for array in step.attention]
+    bits, count = lib.array(step.tree.ancestor_bits), lib.array(step.tree.node_count)
+
+    def work():
+        d.top_candidates(given["logits"], K, out=tuple(out), version="fused")
+        rows = given["q"], given["pool"][0], given["table"], given["prefix"], bits, count
+        d.tree_attention(*rows, 0.05, latent_width=512, version="split_kv", out=tuple(attended))
+
+    work()
+    _, replay = lib.captured(work)
+    newcomers = [lib.array(np.full(1 << size, 7, np.uint8)) for size in range(9, 25) for _ in range(3)]
+    cuda.synchronize()
+    replay()
+    cuda.synchronize()
+    for array in newcomers:
+        assert (lib.numpy(array) == 7).all()
+    np.testing.assert_array_equal(lib.numpy(out[1]), step.candidates[1])
+    np.testing.assert_allclose(lib.numpy(attended[0]), step.attention[0], rtol=1e-5, atol=1e-5)
+
+
 # What is refused.
 
 
