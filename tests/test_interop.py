@@ -427,7 +427,13 @@ def test_links_that_are_no_tree_of_the_contract_are_refused(first, sibling):
 
 
 def test_device_links_that_lead_nowhere_have_a_status(rng):
-    for first, sibling in (([1, 0, -1], [-1, -1, -1]), ([9, -1, -1], [-1, -1, -1]), ([1, -1, -1], [-1, 2, 1])):
+    for first, sibling in (
+        ([1, 0, -1], [-1, -1, -1]),  # back to the root
+        ([1, 1, -1], [-1, -1, -1]),  # a node below itself
+        ([9, -1, -1], [-1, -1, -1]),  # outside
+        ([1, -1, -1], [-1, 2, 1]),  # siblings in a circle
+        ([1, -1, -1], [-1, 2, 2]),
+    ):
         links = on_device(tuple(np.array([row], np.int64) for row in ([7, 8, 9], first, sibling)))
         _, status = sglang.from_sglang(*links)
         assert status.copy_to_host().tolist() == [STATUS_BROKEN_LINK]
