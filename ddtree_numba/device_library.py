@@ -61,10 +61,13 @@ class NumbaLibrary:
         return self.empty(shape, dtype, stream)
 
     def facts(self, array: Any) -> ArrayFacts:
-        """Return what `array` is."""
+        """Return what `array` is; `TypeError` for one that tells no address."""
         if hasattr(array, "copy_to_host"):
             return ArrayFacts(tuple(array.shape), np.dtype(array.dtype), tuple(array.strides), None)
-        interface = array.__cuda_array_interface__
+        try:
+            interface = array.__cuda_array_interface__
+        except RuntimeError as error:
+            raise TypeError(f"got a {type(array).__name__} that gives no device pointer ({error})") from None
         return ArrayFacts(tuple(interface["shape"]), np.dtype(interface["typestr"]), interface.get("strides"), None)
 
     def plain(self, array: Any) -> Any:

@@ -212,6 +212,12 @@ def test_a_wrong_tensor_is_named(problem):
         torch_ops.tree_attention(p.tensor(p.q), p.tensor(p.pool[0]).half(), *rest, 0.3, 8)
 
 
+def test_launchers_refuse_what_is_on_the_cpu(rng):
+    p = Problem(rng, "cpu")
+    with pytest.raises(TypeError, match="logits: got a tensor on cpu, needs one on a CUDA device, or a NumPy array"):
+        d.top_candidates(p.tensor(p.logits), K)
+
+
 def test_a_gradient_is_not_asked_for_nor_given(problem):
     logits = problem.tensor(problem.logits).requires_grad_()
     log_probs, _ = torch_ops.top_candidates(logits, K)
