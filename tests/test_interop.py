@@ -350,16 +350,25 @@ def test_broken_links_end_the_walk(rng):
         assert (outputs[0][35:] == -1).all()
 
 
-def test_a_node_below_itself_is_accepted_once():
-    """The tree has one node below its root: after one look the walk goes in a circle."""
-    row = [np.array([values], np.int64) for values in ([0, 5], [0, 1], [1, 1], [-1, -1], [5, 5])]
+@pytest.mark.parametrize(
+    ("where", "first", "expected"),
+    [
+        ([0, 1], [1, 1], ([5, 5], [[0, 1, -1, -1]], [1])),  # a node below itself: one look, then a circle
+        ([0, 2], [1, -1], ([5, -1], [[0, -1, -1, -1]], [0])),  # a flat index beyond all nodes
+        ([0, -1], [1, -1], ([5, -1], [[0, -1, -1, -1]], [0])),
+        ([2, 1], [1, -1], ([-1, -1], [[-1, -1, -1, -1]], [0])),  # the root's own
+        ([-1, 1], [1, -1], ([-1, -1], [[-1, -1, -1, -1]], [0])),
+    ],
+)
+def test_broken_links_by_hand(where, first, expected):
+    row = [np.array([values], np.int64) for values in ([0, 5], where, first, [-1, -1], [5, 5])]
     for call in (sglang.verify_tree_greedy, sglang.verify_tree_greedy_reference):
         predicts, index, count, status = (np.full(shape, -1, np.int32) for shape in (2, (1, 4), 1, 1))
         if call is sglang.verify_tree_greedy:
             call(predicts, index, count, *row, status=status)
         else:
             status = call(predicts, index, count, *row)
-        assert (predicts.tolist(), index.tolist(), count.tolist()) == ([5, 5], [[0, 1, -1, -1]], [1])
+        assert (predicts.tolist(), index.tolist(), count.tolist()) == expected
         assert status.tolist() == [STATUS_BROKEN_LINK]
 
 
