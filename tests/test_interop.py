@@ -225,7 +225,8 @@ def test_sglangs_builder_selects_these_parents():
 
 def test_a_selection_without_its_parent_is_reported(rng):
     parent_list = np.array([[-1, 0, 1, 7]], np.int64)
-    for selected, topk in (([[0, 3]], 1), ([[0, 99]], 2), ([[-5, 1]], 2), ([[0, 6]], 2)):
+    cases = (([[0, 3]], 1), ([[0, 99]], 2), ([[-5, 1]], 2), ([[0, -5]], 2), ([[0, 6]], 2), ([[2, 0]], 2))
+    for selected, topk in cases:  # the last one's parent comes after it
         both(
             sglang.parents_from_selection,
             sglang.parents_from_selection_reference,
@@ -512,18 +513,19 @@ def test_flashinfer_bytes_by_hand():
     assert mask.tolist() == expected and indptr.tolist() == [0, 2, 5]
 
 
-def test_flashmla_lists_make_the_same_attention(rng):
-    tree, prefix, table = trees(rng, 9)
+@pytest.mark.parametrize("slots", [9, 70])
+def test_flashmla_lists_make_the_same_attention(rng, slots):
+    tree, prefix, table = trees(rng, slots)
     width, latent = 12, 8
     pool = rng.normal(size=(table.size, 4, width)).astype(np.float32)
-    q = rng.normal(size=(3, 9, 2, width)).astype(np.float32)
+    q = rng.normal(size=(3, slots, 2, width)).astype(np.float32)
     out, lse = tree_attention_reference(
         q, pool, table, prefix, tree.ancestor_bits, tree.node_count, 0.3, latent_width=latent
     )
-    lists, status = both(flashmla.sparse_indices, flashmla.sparse_indices_reference, tree, prefix, table, 4, topk=64)
+    lists, status = both(flashmla.sparse_indices, flashmla.sparse_indices_reference, tree, prefix, table, 4, topk=96)
     assert not status.any()
     rows = pool.reshape(-1, width).astype(np.float64)
-    for b, node in np.ndindex(3, 9):
+    for b, node in np.ndindex(3, slots):
         mine = lists[b, node][lists[b, node] >= 0]
         if node >= tree.node_count[b]:
             assert mine.size == 0
@@ -535,7 +537,7 @@ def test_flashmla_lists_make_the_same_attention(rng):
         np.testing.assert_allclose(weights / total @ rows[mine, :latent], out[b, node], rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(np.log(total[:, 0]) + scores.max(axis=1), lse[b, node], rtol=1e-12)
     default, _ = flashmla.sparse_indices(tree, prefix, table, 4)
-    assert default.shape[2] == 64
+    assert default.shape[2] == (64 if prefix.max() + tree.depths.max() < 64 else 128)
 
 
 def test_flashmla_faults_on_the_device_are_reported(rng):
@@ -546,8 +548,9 @@ def test_flashmla_faults_on_the_device_are_reported(rng):
     full, _ = flashmla.sparse_indices_reference(tree, prefix, table, 4)
     np.testing.assert_array_equal(short.copy_to_host(), full[:, :, :8])
     table[1, 1] = -1
-    _, status = flashmla.sparse_indices(*on_device_tree(tree, prefix, table), 4, topk=64)
+    lists, status = flashmla.sparse_indices(*on_device_tree(tree, prefix, table), 4, topk=64)
     assert status.copy_to_host().tolist() == [STATUS_OK, STATUS_BAD_PAGE, STATUS_OK]
+    assert lists.copy_to_host()[1, 0, :11].tolist()[4:8] == [-1] * 4
     _, status = flashmla.sparse_indices(*on_device_tree(tree, prefix, table[:, :2].copy()), 4, topk=64)
     assert status.copy_to_host().tolist() == [STATUS_BAD_PAGE] * 3
 

@@ -114,6 +114,7 @@ def test_a_spoiled_trace_is_reported(traces, name):
 
 def test_a_tree_that_is_not_best_first_is_reported(traces):
     """A breadth-first tree of three by three that leaves the better half of the third level out."""
+    pytest.importorskip("scipy", reason=WHY_SCIPY)
     parents = [-1, 0, 0, 0, 1, 1, 2, 3]
     recorded = {
         "accepted_indices": [0],
