@@ -139,7 +139,7 @@ class Transfer:
         self.on_host = not any(kinds.values())
         """Whether the inputs are NumPy arrays, so that their contents can be looked at."""
         self._library = library_of(*inputs.values())
-        self.stream = stream_for(stream, *inputs.values())
+        self.stream = stream_for(stream, library=self._library)
         self._returned: dict[int, Any] = {}
 
     def input(self, array: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ddtree_numba.arguments import ArrayCheck, check_integer, describe_array
 from ddtree_numba.backend import ON_GPU, as_stream, cuda, is_device_array
-from ddtree_numba.device_library import as_device, stream_for
+from ddtree_numba.device_library import as_device, library_of, stream_for
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
 from ddtree_numba.launch_graph import Recorded
 from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk, accept_walk_reference
@@ -262,6 +262,7 @@ class DecodePlan:
         cache = _on_device({"target_tokens": target_tokens, "kv_pool": kv_pool, "block_table": block_table})
         commit_inputs = [*cache, draft_inputs[2]]
         self._callers_arrays = (logits, root_tokens, prefix_lengths, target_tokens, kv_pool, block_table)  # kept alive
+        self._library = library_of(*self._callers_arrays)
         step._warm_up_commit(*commit_inputs)
         if ON_GPU:
             step._launch_draft(None, *draft_inputs)
@@ -282,7 +283,7 @@ class DecodePlan:
         return self.step.path
 
     def _stream(self, stream: Any) -> Any:
-        return stream_for(stream, *self._callers_arrays)
+        return self._library.current_stream() if stream is None else stream
 
 
 def _on_device(arrays: dict[str, Any], stream: Any = 0) -> Any:

@@ -177,9 +177,9 @@ def as_library_stream(library: NumbaLibrary, stream: Any) -> Any:
     return numba_stream
 
 
-def stream_for(stream: Any, *arrays: Any) -> Any:
+def stream_for(stream: Any, *arrays: Any, library: NumbaLibrary | None = None) -> Any:
     """Return Numba's view of `stream`; of the current stream of the `arrays`' library when it is None."""
-    library = library_of(*arrays)
+    library = library_of(*arrays) if library is None else library
     return library.current_stream() if stream is None else as_library_stream(library, stream)
 
 
