@@ -22,6 +22,7 @@ from ddtree_numba.draft_tree import (
 )
 from ddtree_numba.interop import flashinfer, flashmla, ragged_mask, sglang, tensorrt_llm, visibility, vllm
 from ddtree_numba.interop.sglang import TreeMaskMode
+from ddtree_numba.interop.sglang.verify import INPUTS, OUTPUTS
 from ddtree_numba.stages.accept_walk import accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference
 from ddtree_numba.stages.tree_attention import tree_attention_reference
@@ -581,7 +582,7 @@ WALK = [numbers(6), numbers(2, 3), numbers(2), *(numbers(2, 3, dtype=I64) for _ 
 
 
 def walk_with(**changed):
-    names = [*sglang._OUTPUTS, *sglang._INPUTS]
+    names = [*OUTPUTS, *INPUTS]
     return [changed.get(name, array.copy()) for name, array in zip(names, WALK, strict=True)]
 
 
