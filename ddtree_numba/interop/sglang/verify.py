@@ -46,7 +46,7 @@ def verify_tree_greedy_reference(
     `predicts` [B * N or more] int32, `accept_index` [B, S] int32, `accept_token_num` [B] int32: at the flat index of
     each accepted node stands the target's token, which is the next one's or the bonus; the flat indices of the path,
     the root first; the accepted nodes without the root, at most S - 1. Elements that no accepted node belongs to keep
-    what they held: SGLang fills the first two with -1 and 0 before.
+    what they held: SGLang fills them with -1, -1 and 0 before.
 
     The rest are [B, N] int64: tokens, the flat index of each node, both links, and the target's token at each flat
     index. Siblings may be chained in any order, and a child may have a smaller slot than its parent.
