@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.backend import ON_GPU, as_device, as_stream, cuda, is_device_array
+from ddtree_numba.backend import ON_GPU, cuda, is_device_array
+from ddtree_numba.device_library import NumbaLibrary, as_device, library_of, scratch, stream_for
 
-__all__ = ["ArrayCheck", "Transfer", "check_integer"]
+__all__ = ["ArrayCheck", "Transfer", "check_integer", "describe_array", "dtype_of"]
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> int:
@@ -49,7 +50,7 @@ class ArrayCheck:
         `shape` names its axes, separated by spaces: a name, a number, or ``*`` for anything. Raises `TypeError` for
         what is no array or has another dtype than `dtypes`, `ValueError` for a wrong shape or layout.
         """
-        got, dtype, contiguous = _describe(name, array)
+        got, dtype, contiguous = describe_array(name, array)
         allowed = [np.dtype(d) for d in dtypes]
         if dtype not in allowed:
             raise TypeError(f"{name}: got {dtype}, needs {' or '.join(str(d) for d in allowed)}")
@@ -73,20 +74,28 @@ class ArrayCheck:
         return f"[{', '.join(axes)}]" + (f" with {', '.join(known)}" if known else "")
 
 
-def _describe(name: str, array: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
-    """Return shape, dtype and whether C-contiguous."""
+def dtype_of(array: Any) -> np.dtype:
+    """Return the NumPy dtype of a NumPy or device array; uint16 for torch's bfloat16."""
+    return np.dtype(array.dtype) if isinstance(array, np.ndarray) else library_of(array).facts(array).dtype
+
+
+def describe_array(name: str, array: Any) -> tuple[tuple[int, ...], np.dtype, bool]:
+    """Return shape, dtype and whether C-contiguous; raise naming what no kernel can use here."""
     if isinstance(array, np.ndarray):
         return array.shape, array.dtype, array.flags.c_contiguous
-    if not is_device_array(array):
+    library = library_of(array)
+    if type(library) is NumbaLibrary and not is_device_array(array):
         raise TypeError(f"{name}: got {type(array).__name__}, needs a NumPy array or a device array")
-    if "bfloat16" in str(array.dtype):
-        raise TypeError(f"{name}: got bfloat16, needs its bits as uint16 (in torch: .view(torch.uint16))")
     try:
-        device = as_device(array)
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{name}: got a {type(array).__name__} that gives no device pointer ({error})") from None
-    shape, dtype = tuple(device.shape), np.dtype(device.dtype)
-    return shape, dtype, _is_c_contiguous(shape, tuple(device.strides), dtype.itemsize)
+        shape, dtype, strides, device = library.facts(array)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    if device is not None and device != cuda.get_current_device().id:
+        raise ValueError(
+            f"{name}: got an array on device {device}, needs one on Numba's current device, "
+            f"{cuda.get_current_device().id} (numba.cuda.select_device({device}) changes it)"
+        )
+    return shape, dtype, strides is None or _is_c_contiguous(shape, strides, dtype.itemsize)
 
 
 def _is_c_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
@@ -116,8 +125,9 @@ def _plain_strides(array: Any) -> Any:
 class Transfer:
     """Brings a launch's arrays to the device and its results back.
 
-    NumPy inputs are copied in and the results come back as NumPy arrays; device inputs (Numba, CuPy, torch: anything
-    with ``__cuda_array_interface__``) are used where they are and the results stay on the device.
+    NumPy inputs are copied in and the results come back as NumPy arrays. Device inputs are used where they are and the
+    results stay there: torch tensors give torch tensors, CuPy arrays CuPy's, everything else Numba's. A launch that
+    names no stream goes on the current stream of that library.
     """
 
     def __init__(self, stream: Any, inputs: Mapping[str, Any]) -> None:
@@ -128,19 +138,22 @@ class Transfer:
             raise TypeError(f"{names[1]}: got NumPy beside device arrays ({names[0]}), needs all of one kind")
         self.on_host = not any(kinds.values())
         """Whether the inputs are NumPy arrays, so that their contents can be looked at."""
-        self.stream = as_stream(stream)
+        self._library = library_of(*inputs.values())
+        self.stream = stream_for(stream, library=self._library)
         self._returned: dict[int, Any] = {}
 
     def input(self, array: Any) -> Any:
         """Return `array` on the device, laid out like a new one."""
         if self.on_host:
             return cuda.to_device(array.reshape(-1).reshape(array.shape), stream=self.stream)
-        return _plain_strides(as_device(array))
+        return _plain_strides(as_device(array, self.stream))
 
     def output(self, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return a device array for the result `name`: the caller's `given` one if not None, else a new one."""
-        if given is None:
+        if given is None and self.on_host:
             return cuda.device_array(shape, dtype, stream=self.stream)
+        if given is None:
+            return self.inout(f"out ({name})", self._library.empty(shape, dtype, self.stream))
         ArrayCheck()(f"out ({name})", given, " ".join(str(size) for size in shape), (dtype,))
         return self.inout(f"out ({name})", given)
 
@@ -155,6 +168,10 @@ class Transfer:
         device = self.input(array)
         self._returned[id(device)] = array
         return device
+
+    def scratch(self, shape: Any, dtype: Any) -> Any:
+        """Return device memory, contents undefined, that this launch needs for itself."""
+        return scratch(shape, dtype, self.stream)
 
     def finish(self, *results: Any) -> tuple[Any, ...]:
         """Return the results the way the inputs came: NumPy arrays, complete, or device arrays, still in flight."""

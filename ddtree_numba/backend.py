@@ -23,7 +23,6 @@ import numpy as np
 __all__ = [
     "BACKEND",
     "ON_GPU",
-    "as_device",
     "as_stream",
     "block_threads",
     "cuda",
@@ -169,14 +168,6 @@ def is_device_array(array: object) -> bool:
         RuntimeError,
     ):  # torch raises for what the interface can't carry: bfloat16, tensors with gradients
         return True
-
-
-def as_device(array: Any) -> Any:
-    """Return a device array (Numba, CuPy, torch) as one of Numba's, without copying.
-
-    An array whose interface names a stream is waited for, as the CUDA array interface asks; Numba's own are not.
-    """
-    return array if not ON_GPU or hasattr(array, "copy_to_host") else cuda.as_cuda_array(array)
 
 
 def as_stream(stream: Any) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
-from ddtree_numba.backend import ON_GPU, as_device, as_stream, block_threads, cuda, is_device_array
+from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer, describe_array
+from ddtree_numba.backend import ON_GPU, as_stream, block_threads, cuda, is_device_array
+from ddtree_numba.device_library import as_device, library_of, stream_for
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
 from ddtree_numba.launch_graph import Recorded
 from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk_reference, check_walk, walk_request
@@ -148,15 +149,16 @@ class DecodeStep:
 
         `logits` [B, L, V], `root_tokens` [B] int32, `prefix_lengths` [B] int32: device arrays.
         """
-        inputs = self._draft_inputs(logits, root_tokens, prefix_lengths)
+        stream = stream_for(stream, logits, root_tokens, prefix_lengths)
+        inputs = self._draft_inputs(logits, root_tokens, prefix_lengths, stream)
         self._launch_draft(stream, *inputs)
         self._drafted = True
         return self.tree, self.positions
 
-    def _draft_inputs(self, logits: Any, root_tokens: Any, prefix_lengths: Any) -> Any:
+    def _draft_inputs(self, logits: Any, root_tokens: Any, prefix_lengths: Any, stream: Any = 0) -> Any:
         """Return the draft side's inputs, checked, as Numba's device arrays."""
         arrays = {"logits": logits, "root_tokens": root_tokens, "prefix_lengths": prefix_lengths}
-        logits, root_tokens, prefix_lengths = device_arrays = _on_device(arrays)
+        logits, root_tokens, prefix_lengths = device_arrays = _on_device(arrays, stream)
         check = ArrayCheck(B=self.batch, L=self.draft_length, V=self.vocab)
         check("logits", logits, "B L V", (np.float32, np.float16, np.uint16))
         check("root_tokens", root_tokens, "B", (np.int32,))
@@ -194,7 +196,8 @@ class DecodeStep:
             "prefix_lengths": prefix_lengths,
         }
         self._require_draft()
-        self._launch_commit(stream, *_on_device(arrays))
+        stream = stream_for(stream, *arrays.values())
+        self._launch_commit(stream, *_on_device(arrays, stream))
         return self.path
 
     def _require_draft(self) -> None:
@@ -277,6 +280,7 @@ class DecodePlan:
         cache = _on_device({"target_tokens": target_tokens, "kv_pool": kv_pool, "block_table": block_table})
         commit_inputs = [*cache, draft_inputs[2]]
         self._callers_arrays = (logits, root_tokens, prefix_lengths, target_tokens, kv_pool, block_table)  # kept alive
+        self._library = library_of(*self._callers_arrays)
         step._warm_up_commit(*commit_inputs)
         if ON_GPU:
             step._launch_draft(None, *draft_inputs)
@@ -286,21 +290,25 @@ class DecodePlan:
 
     def draft(self, stream: Any = None) -> tuple[DraftTree, Any]:
         """Do what `DecodeStep.draft` does; return (tree, positions), in flight on `stream`."""
-        self._draft.replay(stream)
+        self._draft.replay(self._stream(stream))
         self.step._drafted = True
         return self.step.tree, self.step.positions
 
     def commit(self, stream: Any = None) -> AcceptedPath:
         """Do what `DecodeStep.commit` does; return the path, in flight on `stream`."""
         self.step._require_draft()
-        self._commit.replay(stream)
+        self._commit.replay(self._stream(stream))
         return self.step.path
 
+    def _stream(self, stream: Any) -> Any:
+        return self._library.current_stream() if stream is None else stream
 
-def _on_device(arrays: dict[str, Any]) -> Any:
+
+def _on_device(arrays: dict[str, Any], stream: Any = 0) -> Any:
     for name, array in arrays.items():
         if not is_device_array(array):
             raise TypeError(
                 f"{name}: got {type(array).__name__}, needs a device array (DecodeStepReference takes NumPy)"
             )
-    return [as_device(array) for array in arrays.values()]
+        describe_array(name, array)
+    return [as_device(array, stream) for array in arrays.values()]

@@ -18,6 +18,7 @@ __all__ = [
     "STATUS_BROKEN_LINK",
     "STATUS_OK",
     "STATUS_TOO_DEEP",
+    "STATUS_TOO_SMALL",
     "DraftTree",
     "check_tree",
     "check_tree_arrays",
@@ -38,6 +39,8 @@ STATUS_TOO_DEEP = 2
 """Bit of a status: a path deeper than the draft length that the caller named."""
 STATUS_BAD_PAGE = 4
 """Bit of a status: a KV row outside the block table or the pool."""
+STATUS_TOO_SMALL = 8
+"""Bit of a status: an output has too little room for what belongs there."""
 
 
 class DraftTree(NamedTuple):

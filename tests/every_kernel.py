@@ -12,6 +12,7 @@ from ddtree_numba.backend import ON_GPU, describe
 from ddtree_numba.bfloat16 import to_bfloat16
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
 from ddtree_numba.draft_tree import check_tree, random_tree
+from ddtree_numba.interop import flashmla, ragged_mask, sglang, tensorrt_llm, visibility
 from ddtree_numba.stages.accept_walk import accept_walk, accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import (
     ancestor_bitmask,
@@ -116,11 +117,49 @@ def whole_step(rng: np.random.Generator) -> None:
     assert_same(on_host(on_card), cache)
 
 
+def bridges(rng: np.random.Generator) -> None:
+    for slots in (7, 32, 45):
+        tree = random_tree(rng, batch=3, budget=slots - 1)
+        prefix, bits = np.array([0, 9, 31], np.int32), tree.ancestor_bits
+        modes = [
+            mode for mode in sglang.TreeMaskMode if slots <= 32 or mode != sglang.TreeMaskMode.QLEN_ONLY_BITPACKING
+        ]
+        for mode in modes:
+            given = sglang.to_sglang_reference(tree, prefix, mode)
+            assert_same(sglang.to_sglang(tree, prefix, mode), given)
+        links = (given.draft_token.reshape(3, slots), *given[3:5])
+        for got, expected in zip(sglang.from_sglang(*links), sglang.from_sglang_reference(*links), strict=True):
+            assert_same(got, expected) if isinstance(got, tuple) else assert_same((got,), (expected,))
+        for mask in (visibility.bool_mask_reference(bits), visibility.additive_mask_reference(bits, dtype=np.uint16)):
+            assert_same((visibility.bits_from_mask(mask),), (bits,))
+        assert_same((visibility.additive_mask(bits, prefix),), (visibility.additive_mask_reference(bits, prefix),))
+        assert_same(
+            visibility.links_from_bits(bits, tree.node_count),
+            visibility.links_from_bits_reference(bits, tree.node_count),
+        )
+        flat, packed = ragged_mask.flat_mask_reference(bits, prefix), ragged_mask.packed_mask_reference(bits, prefix)
+        assert_same(ragged_mask.packed_mask(bits, prefix), packed)
+        assert_same((ragged_mask.bits_from_flat_mask(flat, prefix, slots),), (bits,))
+        assert_same((ragged_mask.bits_from_packed_mask(*packed, prefix, slots),), (bits,))
+        assert_same(tensorrt_llm.to_tensorrt_llm(tree, 3), tensorrt_llm.to_tensorrt_llm_reference(tree, 3))
+        table = rng.permutation(75).reshape(3, 25).astype(np.int32)
+        lists = (tree, prefix, table, 4, 96)
+        assert_same(flashmla.sparse_indices(*lists), flashmla.sparse_indices_reference(*lists))
+        selection = (rng.integers(-1, 9, (3, 9)), rng.integers(-2, 40, (3, slots - 1)), 4)
+        assert_same(sglang.parents_from_selection(*selection), sglang.parents_from_selection_reference(*selection))
+        walk = [rng.integers(-2, slots + 2, (3, slots)) for _ in range(5)]
+        filled = [np.full(3 * slots, -1, np.int32), np.full((3, 9), -1, np.int32), np.full(3, -7, np.int32)]
+        twin = [array.copy() for array in filled]
+        sglang.verify_tree_greedy(*filled, *walk)
+        sglang.verify_tree_greedy_reference(*twin, *walk)
+        assert_same(tuple(filled), tuple(twin))
+
+
 def main() -> None:
     """Run all; an assertion that fails ends it."""
     print(describe(), flush=True)
     rng = np.random.default_rng()
-    for part in (candidates, trees, attention, walk_and_commit, whole_step):
+    for part in (candidates, trees, attention, walk_and_commit, whole_step, bridges):
         part(rng)
         print(f"{part.__name__}: equal to the references", flush=True)
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ddtree_numba.backend import ON_GPU, as_device, cuda
+from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.decode_step import DecodePlan, DecodeStep, DecodeStepReference
+from ddtree_numba.device_library import as_device
 from ddtree_numba.draft_tree import DraftTree, mask_words
 from ddtree_numba.engine.arithmetic import Arithmetic
 from ddtree_numba.engine.kv_cache import PagedKVCache
@@ -117,7 +118,7 @@ class KernelStages:
         self._step = DecodeStep(1, draft_length, vocab, budget, k)
         self._logits = xp.zeros((1, draft_length, vocab), np.float32)
         self._root, self._targets = xp.zeros(1, np.int32), xp.zeros((1, budget + 1), np.int32)
-        # Numba's view of each array of the model, made once: making one from CuPy's waits for the device.
+        # Numba's view of each array of the model, made once: making them takes longer than a launch.
         self._pool, self._table = _as_numba(cache.pool), _as_numba(cache.block_table)
         self._prefixes = _as_numba(cache.prefix_lengths)
         self._layers = [self._pool[layer] for layer in range(len(cache.pool))]

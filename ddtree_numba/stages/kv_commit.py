@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
-from ddtree_numba.backend import ON_GPU, as_device, block_threads, cuda
+from ddtree_numba.backend import ON_GPU, block_threads, cuda
+from ddtree_numba.device_library import as_device
 from ddtree_numba.draft_tree import MAX_BUDGET, STATUS_BAD_PAGE, STATUS_BROKEN_LINK, STATUS_OK
 
 __all__ = [

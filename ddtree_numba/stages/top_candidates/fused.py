@@ -40,6 +40,7 @@ import numpy as np
 
 from ddtree_numba.backend import ON_GPU, block_threads, cuda
 from ddtree_numba.block_reduce import SCRATCH_SIZE, block_max, block_sum
+from ddtree_numba.device_library import scratch
 from ddtree_numba.ptx import exp2, fence, fused_multiply_add, inlined, kernel_for, larger, warp_max, warp_min
 from ddtree_numba.stages.top_candidates.number_formats import VECTOR, number_format
 
@@ -94,13 +95,23 @@ class Workspace(NamedTuple):
     """[R] uint32: blocks of the row that are done; 0 before a launch and after it."""
 
 
+@cuda.jit
+def _clear_kernel(numbers):
+    """Set `numbers` (R uint32) to 0. Launch: at least R threads."""
+    i = cuda.grid(1)
+    if i < numbers.size:
+        numbers[i] = 0
+
+
 def make_workspace(rows: int, segments: int, stream: Any = 0) -> Workspace:
     """Return buffers for `rows` rows cut into `segments`, for one launch at a time."""
+    arrived = scratch(rows, np.uint32, stream)
+    _clear_kernel[-(-rows // THREADS), THREADS, stream](arrived)  # a kernel, which a graph can record; not a copy
     return Workspace(
-        cuda.device_array((rows, segments * PUBLISHED), np.uint64, stream=stream),
-        cuda.device_array((rows, segments), np.float32, stream=stream),
-        cuda.device_array((rows, segments), np.float64, stream=stream),
-        cuda.to_device(np.zeros(rows, np.uint32), stream=stream),
+        scratch((rows, segments * PUBLISHED), np.uint64, stream),
+        scratch((rows, segments), np.float32, stream),
+        scratch((rows, segments), np.float64, stream),
+        arrived,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.arguments import Transfer
+from ddtree_numba.arguments import Transfer, dtype_of
 from ddtree_numba.stages.tree_attention.hopper import launch_hopper
 from ddtree_numba.stages.tree_attention.hopper import why_not as why_not_hopper
 from ddtree_numba.stages.tree_attention.naive import launch_naive
@@ -82,7 +82,7 @@ def tree_attention(
     on_device = [transfer.input(array) for array in given.values()]
     result = transfer.output("out", out_given, (B, N, H, D_c), np.float32)
     lse = transfer.output("lse", lse_given, (B, N, H), np.float32)
-    is_bfloat16 = np.int32(np.dtype(q.dtype) == np.uint16)
+    is_bfloat16 = np.int32(dtype_of(q) == np.uint16)
     if B * N * H > 0:
         if version == "auto":
             version = _fastest(on_device[0], on_device[1], D_c)

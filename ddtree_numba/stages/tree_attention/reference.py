@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, check_integer
+from ddtree_numba.arguments import ArrayCheck, check_integer, dtype_of
 from ddtree_numba.bfloat16 import from_bfloat16
 from ddtree_numba.draft_tree import mask_words
 
@@ -76,7 +76,7 @@ def check_arguments(
     """Return B, N, H, D_c when shapes and dtypes fit together."""
     check = ArrayCheck()
     B, N, H, D = check("q", arrays["q"], "B N H D", floats)
-    pool = check("kv_pool", arrays["kv_pool"], "* * D", (np.dtype(arrays["q"].dtype),))
+    pool = check("kv_pool", arrays["kv_pool"], "* * D", (dtype_of(arrays["q"]),))
     table = check("block_table", arrays["block_table"], "B *", (np.int32,))
     check("prefix_lengths", arrays["prefix_lengths"], "B", (np.int32,))
     words = check("ancestor_bits", arrays["ancestor_bits"], "B N *", (np.uint32,))[2]

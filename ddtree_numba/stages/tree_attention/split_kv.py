@@ -22,6 +22,7 @@ import numpy as np
 
 from ddtree_numba.backend import ON_GPU, block_threads, cuda
 from ddtree_numba.bfloat16 import bfloat16_to_float32
+from ddtree_numba.device_library import has_library, scratch
 from ddtree_numba.stages.tree_attention.shared_tile import MAX_LATENT_WIDTH, MAX_WIDTH, choose_tiling
 
 __all__ = [
@@ -328,11 +329,15 @@ _buffers: dict[tuple[int, int], Any] = {}
 def split_buffers(splits: int, rows: int, latent_width: int, stream: Any) -> tuple[Any, Any]:
     """Return device memory (splits * rows * D_c,) and (splits * rows,) float32 for the parts of one launch.
 
-    It is kept for the next launch on the same stream, where it is free again: work on a stream runs in order. Memory
-    can't be allocated while a stream is captured, so launch once before.
+    It is kept for the next launch on the same stream, where it is free again: work on a stream runs in order. For a
+    stream of torch or CuPy it comes from their pool instead, which does the same and also during a capture. (A graph
+    captured with ours would go on using it after a larger launch had replaced it.)
     """
-    key = (cuda.get_current_device().id if ON_GPU else 0, int(stream.handle) if ON_GPU and stream else 0)
     numbers = splits * rows * (latent_width + 1)
+    if has_library(stream):
+        buffer = scratch(numbers, np.float32, stream)
+        return buffer[: splits * rows * latent_width], buffer[splits * rows * latent_width : numbers]
+    key = (cuda.get_current_device().id if ON_GPU else 0, int(stream.handle) if ON_GPU and stream else 0)
     if key not in _buffers or _buffers[key].shape[0] < numbers:
         _buffers[key] = cuda.device_array(numbers, np.float32)
     buffer = _buffers[key]

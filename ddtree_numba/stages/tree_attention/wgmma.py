@@ -94,7 +94,7 @@ def operand_model(memory: np.ndarray, described: int, columns: int, along_n: boo
 
     >>> memory = np.zeros(8192, np.uint16)
     >>> memory[swizzled(9, 3) // 2] = 7                                  # row 9, columns 24 .. 31 begin here
-    >>> operand_model(memory, int(descriptor(np.uint32(32), 0)), 64, False)[9, 8]   # columns 16 .. 31 are asked for
+    >>> int(operand_model(memory, int(descriptor(np.uint32(32), 0)), 64, False)[9, 8])  # columns 16 .. 31 are asked for
     7
     """
     if described >> 62 != 1:
