@@ -27,6 +27,7 @@ from rich.text import Text
 from ddtree_numba import __version__
 from ddtree_numba.backend import BACKEND, describe
 from ddtree_numba.benchmark.command import bench
+from ddtree_numba.docs_site import docs
 from ddtree_numba.draft_tree import MAX_BUDGET
 from ddtree_numba.engine.arithmetic import MissingCuPyError, arithmetic_of
 from ddtree_numba.engine.byte_tokenizer import TextStream, decode_text, encode_text
@@ -44,10 +45,11 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="ddtree",
     help="Decode text with a draft tree: several tokens from one pass of the model, the same text.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
+"""The commands, as a Typer application."""
 
 # Typer brings its own Click or uses the installed one, so the class is taken from what Typer exports.
 _CommandLineError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -77,8 +79,7 @@ def _outcome() -> Any:
         sys.stdout.flush()
         return code
     except _CommandLineError as error:
-        message = error.format_message()
-        return _complain(message) if message else _BAD_INPUT  # without a message it was the help
+        return _complain(error.format_message())
     except (_RefusedError, CheckpointError) as error:
         return _complain(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -255,15 +256,20 @@ def generate(
         decoders = [Decoder(pair, each, budget) for each in (MODES if compare else (mode,))]
         if backend != "simulator":
             _warm_up(decoders, tokens)
-        runs = []
+        runs, coloured = [], False
         for decoder in decoders:
             if decoder.mode == mode and json_file != "-":
                 watcher: _Watcher = _TextWriter(content)
             else:
                 watcher = _Progress(notes, decoder.mode, max_new_tokens)
             runs.append(_run(decoder, tokens, max_new_tokens, watcher))
+            coloured |= watcher.coloured
         identical = all(run.tokens == runs[0].tokens for run in runs) if compare else None
-        notes.print(_summary(runs, identical))
+        if coloured:
+            notes.print(_LEGEND)
+        notes.print()
+        notes.print(_summary(runs, identical, notes.width))
+        notes.print()
         notes.print(Text(_ENDINGS[runs[-1].finish], style="dim"))
         output.write(
             {
@@ -290,6 +296,9 @@ def _warm_up(decoders: list[Decoder], tokens: list[int]) -> None:
     for decoder in decoders:
         next(decoder.decode(tokens, 1))
 
+
+_DRAFTED, _OWN = "green", "magenta underline"  # how a terminal shows tokens; the underline is there without colour, too
+_LEGEND = Text.assemble(("drafted and accepted", _DRAFTED), " · ", ("the target's own, one a round", _OWN))
 
 _ENDINGS = {
     "stop": "ended where the model ends the document",
@@ -339,6 +348,8 @@ def _run(decoder: Decoder, tokens: list[int], max_new_tokens: int, watcher: _Wat
 class _Watcher(contextlib.AbstractContextManager["_Watcher"]):
     """Is told of every round of a decode, as it happens."""
 
+    coloured = False  # whether tokens were shown in two colours
+
     def add(self, a_round: Round) -> None:
         raise NotImplementedError
 
@@ -366,11 +377,7 @@ class _Progress(_Watcher):
 
 
 class _TextWriter(_Watcher):
-    """Streams a decode to standard output: plain into a pipe, coloured by round on a terminal.
-
-    On a terminal, tokens that were drafted and accepted are green, the target's own one of each round is magenta and
-    underlined (the underline is there without colour, too).
-    """
+    """Streams a decode to standard output: plain into a pipe, on a terminal coloured as `_LEGEND` says."""
 
     def __init__(self, prompt: bytes) -> None:
         self._console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -380,9 +387,11 @@ class _TextWriter(_Watcher):
 
     def add(self, a_round: Round) -> None:
         drafted, own = a_round.tokens[: a_round.accepted], a_round.tokens[a_round.accepted :]
-        self._write(self._stream.feed(drafted), "green")
+        self._write(self._stream.feed(drafted), _DRAFTED)
         # Without a draft every token is the target's own: nothing to tell apart.
-        self._write(self._stream.feed(own), "magenta underline" if a_round.tree.token_ids.shape[1] > 1 else "")
+        has_draft = a_round.tree.token_ids.shape[1] > 1
+        self.coloured |= has_draft and self._console.is_terminal
+        self._write(self._stream.feed(own), _OWN if has_draft else "")
 
     def __exit__(self, *_: object) -> None:
         self._write(self._stream.feed([], final=True) + "\n", "")
@@ -405,23 +414,22 @@ _VISIBLE = (
 )
 
 
-def _summary(runs: list[_Run], identical: bool | None) -> Table:
-    table = Table()
-    for title in ("mode", "budget", "tokens", "rounds", "tokens/round", "tokens/s", "speed"):
-        table.add_column(title, justify="left" if title == "mode" else "right")
-    slowest = next((run for run in runs if run.mode == "autoregressive"), None)
+def _summary(runs: list[_Run], identical: bool | None, width: int) -> Table:
+    """Return the table of the runs for a terminal of `width` columns: whole from 55 on."""
+    slowest = next((run.as_json() for run in runs if run.mode == "autoregressive"), None)
+    compared = slowest is not None and len(runs) > 1
+    table = Table(box=None, padding=(0, 0, 0, 2 if width > 60 else 1), pad_edge=False, header_style="bold")
+    table.caption_style, table.caption_justify = "bold", "left"
+    titles = ["mode", "budget", "tokens", "rounds", "tokens\n/round", "tokens\n/s"] + ["speed"] * compared
+    for title in titles:
+        table.add_column(title, justify="left" if title == "mode" else "right", vertical="bottom", no_wrap=True)
     for run in runs:
         figures = run.as_json()
-        ratio = figures["tokens_per_second"] / slowest.as_json()["tokens_per_second"] if slowest else None
-        table.add_row(
-            run.mode,
-            str(run.budget),
-            str(len(run.tokens)),
-            str(run.rounds),
-            f"{figures['tokens_per_round']:.2f}",
-            f"{figures['tokens_per_second']:,.0f}",
-            f"{ratio:.2f}x" if ratio else "",
-        )
+        row = [run.mode, str(run.budget), str(len(run.tokens)), str(run.rounds)]
+        row += [f"{figures['tokens_per_round']:.2f}", f"{figures['tokens_per_second']:,.0f}"]
+        if slowest is not None and compared:
+            row.append(f"{figures['tokens_per_second'] / slowest['tokens_per_second']:.2f}x")
+        table.add_row(*row)
     if identical is not None:
         table.caption = "output identical: yes" if identical else "output identical: NO, the modes differ"
     return table
@@ -439,7 +447,7 @@ def tree(
     backend: _Backend = "numpy",
     model: _Model = DEFAULT_MODEL,
 ) -> None:
-    """Show one round of a decode: the draft tree, what each node sees, and the walk."""
+    """Show one round: the draft tree, what each node sees, the walk."""
     _whole("--budget", budget, 0, MAX_BUDGET)
     _whole("--round", number, 1)
     _check_backend(backend)
@@ -481,18 +489,18 @@ def _print_round(a_round: Round, text: bytes) -> None:
         out.print(picture())
 
 
-# ---- bench, info ----
+# ---- bench, docs, info ----
 
 app.command()(bench)
+app.command()(docs)
 
 
 @app.command()
 def info() -> None:
-    """Say what runs where: backend, versions, the model that comes with the package."""
-    table = Table(show_header=False, box=None, pad_edge=False)
+    """Say where kernels run, the versions and the model."""
+    out = Console(highlight=False, markup=False, soft_wrap=True)  # a long path goes on below: cut, it would be useless
     for name, value in _facts():
-        table.add_row(Text(name, style="bold"), value)
-    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+        out.print(Text.assemble((f"{name:16}", "bold"), value))
 
 
 def _facts() -> Iterator[tuple[str, str]]:
@@ -516,11 +524,15 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 @app.callback(invoke_without_command=True)
 def _version(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         print(f"ddtree-numba {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(_BAD_INPUT)
 
 
 if __name__ == "__main__":

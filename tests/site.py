@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.server
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ddtree_numba.docs_site import LocalServer, build_command
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -35,7 +35,7 @@ needs_browser = pytest.mark.skipif(
 def built() -> tuple[Path, str]:
     """Build the site as the README says; return its folder and what the builder printed."""
     folder = Path(tempfile.mkdtemp(prefix="ddtree-site-"))
-    command = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-q", "-c", "docs", ".", str(folder)]
+    command = build_command(folder, "-q")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout + done.stderr
@@ -44,15 +44,9 @@ def built() -> tuple[Path, str]:
 @functools.cache
 def served() -> str:
     """Serve the site on a free port of this machine; return its address."""
-    handler = functools.partial(_Quiet, directory=str(built()[0]))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = LocalServer(built()[0])
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_address[1]}"
-
-
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *arguments: Any) -> None:
-        pass
+    return server.address
 
 
 @contextlib.contextmanager

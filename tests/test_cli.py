@@ -23,7 +23,7 @@ from ddtree_numba.backend import BACKEND
 from ddtree_numba.draft_tree import DraftTree
 from ddtree_numba.engine.byte_tokenizer import TextStream, encode_text
 from ddtree_numba.engine.decoding import Decoder
-from ddtree_numba.engine.model_pair import load_model
+from ddtree_numba.engine.model_pair import DEFAULT_MODEL, load_model
 from tests import tiny_model
 
 COMMAND = [sys.executable, "-m", "ddtree_numba.cli"]
@@ -85,7 +85,7 @@ def test_json_alone_on_standard_output(folder):
     assert run["new_tokens"] == 9 and run["finish"] == "length"
     assert run["tokens_per_round"] == pytest.approx(9 / run["rounds"])
     assert run["tokens_per_second"] == pytest.approx(9 / run["seconds"])
-    assert b"tokens/round" in done.stderr
+    assert re.search(rb"rounds +/round +/s\n", done.stderr), "a speed only beside another mode's"
 
 
 def test_compare_runs_every_mode(folder):
@@ -93,6 +93,18 @@ def test_compare_runs_every_mode(folder):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["identical"] is True and len({tuple(run["tokens"]) for run in result["runs"]}) == 1
+
+
+@pytest.mark.parametrize("columns", [55, 60, 80, 200])
+def test_nothing_of_the_table_is_cut(folder, columns):
+    environment = os.environ | {"COLUMNS": str(columns)}
+    done = ddtree("generate", "x = ", "--compare", "--max-new-tokens", 8, "--model", folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    shown = done.stderr.decode()
+    head = re.search(r"^mode +budget +tokens +rounds +/round +/s +speed *$", shown, re.MULTILINE)
+    rows = re.findall(r"^(?:autoregressive|chain|tree) +\d+ +8 +\d+ +[\d.]+ +[\d,]+ +[\d.]+x *$", shown, re.MULTILINE)
+    assert head and len(rows) == 3 and "…" not in shown, shown
+    assert all(len(line) <= columns for line in (head[0], *rows))
 
 
 def test_modes_that_differ_are_told(folder, monkeypatch, capsys):
@@ -162,6 +174,7 @@ def test_colours_on_a_terminal(folder):
     os.close(theirs)
     shown = read_all(ours)
     assert done.returncode == 0, done.stderr
+    assert b"drafted and accepted \xc2\xb7 the target's own" in done.stderr, "a legend"
     assert "\x1b[2mdef f(" in shown, "the prompt is dim"
     assert "\x1b[4;35m" in shown, "the target's own token is underlined, without colour, too"
     # What the model writes must not steer the terminal: the random model writes control bytes.
@@ -506,6 +519,8 @@ def test_info_and_version():
     done = ddtree("info")
     text = done.stdout.decode()
     assert done.returncode == 0 and BACKEND in text and "numba" in text and "numpy" in text, done.stderr
+    narrow = ddtree("info", env=os.environ | {"COLUMNS": "40"}).stdout.decode()
+    assert narrow == text and str(DEFAULT_MODEL) in narrow.splitlines()[-1], "a path that is cut is of no use"
     assert ddtree("--version").stdout.startswith(b"ddtree-numba ")
 
 
@@ -531,7 +546,7 @@ def test_gpu_without_cupy(folder, monkeypatch):
 
 def test_no_arguments_show_the_help_alone():
     done = ddtree()
-    assert b"generate" in done.stdout and done.stderr == b"" and done.returncode in (0, 2)  # by Click's version
+    assert b"generate" in done.stdout and done.stderr == b"" and done.returncode == 2
 
 
 def test_help_is_quick_and_names_the_commands():
@@ -539,4 +554,7 @@ def test_help_is_quick_and_names_the_commands():
     done = ddtree("--help")
     assert done.returncode == 0 and all(name in done.stdout.decode() for name in ("generate", "tree", "bench", "info"))
     assert time.perf_counter() - start < 10
-    assert ddtree("generate", "--help").returncode == 0
+    assert all(line.endswith(".") for line in done.stdout.decode().rpartition("Commands:")[2].split("\n")[1:-1]), "cut"
+    for command in ("generate", "tree", "docs", "info"):
+        done = ddtree(command, "--help")
+        assert done.returncode == 0 and b"bool" not in done.stdout
