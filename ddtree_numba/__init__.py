@@ -17,6 +17,7 @@ from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_re
 from ddtree_numba.stages.tree_attention import tree_attention, tree_attention_reference
 
 __version__ = "0.1.0"
+"""This package's version, as a string."""
 
 __all__ = [
     "BACKEND",

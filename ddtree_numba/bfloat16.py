@@ -16,7 +16,7 @@ __all__ = ["bfloat16_to_float32", "from_bfloat16", "to_bfloat16"]
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Round float32 `values` (any shape) to the nearest bfloat16, ties to even; return their bits as uint16.
 
-    NaN stays NaN.
+    NaN stays NaN. Other numbers are made float32 first; what is no number raises `ValueError` or `TypeError`.
 
     >>> [hex(bits) for bits in to_bfloat16(np.array([1.0, -2.0, 1.00390625], np.float32)).tolist()]
     ['0x3f80', '0xc000', '0x3f80']
@@ -30,7 +30,9 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Return the float32 values (same shape) of bfloat16 `bits` (uint16), exactly.
+    """Return the float32 values (same shape) of bfloat16 `bits` (uint16), exactly: they are a float32's upper half.
+
+    Raises `TypeError` for another dtype.
 
     >>> from_bfloat16(np.array([0x3F80, 0xC000], np.uint16)).tolist()
     [1.0, -2.0]

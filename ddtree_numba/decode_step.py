@@ -40,7 +40,7 @@ def _candidates_for(budget: int, k: int | None) -> int:
 
 
 class DecodeStepReference:
-    """The step in NumPy: the same chain as `DecodeStep`, from the stages' references.
+    """The step in NumPy: the same chain as `DecodeStep`, from the stages' references, which raise as they do alone.
 
     >>> step = DecodeStepReference(budget=2)
     >>> logits = np.log(np.array([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]], np.float32))
@@ -50,7 +50,7 @@ class DecodeStepReference:
     """
 
     def __init__(self, budget: int, k: int | None = None) -> None:
-        """Take the tree's node `budget` (0..1024, root not counted) and K candidates a depth (default: the budget)."""
+        """Take the tree's node `budget` (0..1024, root not counted) and `k` candidates a depth (None: the budget)."""
         self.budget = check_integer("budget", budget, 0, MAX_BUDGET)
         self.k = _candidates_for(self.budget, k)
         self.tree: DraftTree | None = None
@@ -108,10 +108,16 @@ class DecodeStep:
 
     Every argument is a device array, every result one of the step's own buffers, in flight on the stream and
     overwritten by the next round. Shapes are fixed, contents are free: each round may bring other prefixes and trees.
+
+    Raises `TypeError` for what is no device array or of another dtype, `ValueError` for a wrong shape or layout or a
+    number out of range, `RuntimeError` for a commit that no draft came before.
     """
 
     def __init__(self, batch: int, draft_length: int, vocab: int, budget: int, k: int | None = None) -> None:
-        """Make the buffers for B = `batch` requests, L = `draft_length` depths, V = `vocab`, N = `budget` + 1 slots."""
+        """Make the buffers for B = `batch` requests, L = `draft_length` depths, V = `vocab`, N = `budget` + 1 slots.
+
+        `k` is K, the candidates of a depth; None: the budget, which is as many as a tree can use.
+        """
         self.batch = check_integer("batch", batch, 1, 2**31 - 1)
         self.draft_length = check_integer("draft_length", draft_length, 0, 64)
         self.vocab = check_integer("vocab", vocab, 1, 2**31 - 1)

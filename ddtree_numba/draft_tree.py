@@ -91,6 +91,8 @@ def mask_words(slots: int) -> int:
 def empty_tree(batch: int, budget: int) -> DraftTree:
     """Return NumPy arrays for `batch` trees of `budget` nodes and the root, every slot unused, `node_count` 1.
 
+    Raises `TypeError` for what is no whole number, `ValueError` for a negative batch or a budget outside 0..1024.
+
     >>> empty_tree(2, 3).parents.shape
     (2, 4)
     """
@@ -126,7 +128,7 @@ def check_tree(tree: DraftTree, *, bits: bool = True) -> None:
     """Raise `ValueError` naming request, slot and rule when a tree breaks an invariant of the contract.
 
     `tree` holds NumPy arrays as in `DraftTree`. With ``bits=False`` the ancestor bits are not looked at: they are
-    filled by a later stage than the links.
+    filled by a later stage than the links. What is no `DraftTree` of arrays of its dtypes raises `TypeError`.
 
     >>> tree = random_tree(np.random.default_rng(0), batch=1, budget=4, node_counts=[4])
     >>> check_tree(tree)
@@ -240,8 +242,11 @@ def random_tree(
 ) -> DraftTree:
     """Return a batch of random valid trees (NumPy arrays, see `DraftTree`), bits filled, sizes ragged.
 
-    `rng` seeds it; `vocab` bounds the token ids (siblings differ, so a node has at most `vocab` children);
-    `node_counts` [B] fixes the sizes, 1..budget + 1 each, else they are drawn. The shapes range from chains to stars.
+    `rng` seeds it; `batch` is B and N = `budget` + 1; `vocab` bounds the token ids (siblings differ, so a node has at
+    most `vocab` children), `max_depth` the edges from the root; `node_counts` [B] fixes the sizes, 1..budget + 1 each,
+    else they are drawn. The shapes range from chains to stars.
+
+    Raises `ValueError` for a number out of range, and where no such tree exists; `TypeError` for what is no number.
     """
     tree = empty_tree(batch, budget)
     vocab = check_integer("vocab", vocab, 1, 2**31 - 1)

@@ -14,6 +14,7 @@ EOS = 256
 MASK = 257
 """Stands in the drafter's block where a token is to be guessed; never in a text."""
 VOCAB_SIZE = 258
+"""The tokens that there are: 256 bytes and these two."""
 
 
 def encode_text(text: str | bytes) -> list[int]:

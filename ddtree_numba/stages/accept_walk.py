@@ -56,6 +56,8 @@ def accept_walk_reference(tree: DraftTree, target_tokens: np.ndarray, draft_leng
     `draft_length` is L, N - 1 when None; a path that wants to go deeper stops there with `STATUS_TOO_DEEP`.
     Verification of a draft tree as in DDTree, arXiv 2604.12989, by child and sibling links as in SGLang.
 
+    Raises `TypeError` and `ValueError` as `accept_walk` does.
+
     >>> from ddtree_numba.draft_tree import empty_tree
     >>> tree = empty_tree(batch=1, budget=3)._replace(node_count=np.array([4], np.int32))
     >>> tree.token_ids[0], tree.first_child[0], tree.next_sibling[0] = [9, 5, 7, 6], [1, -1, 3, -1], [-1, 2, -1, -1]

@@ -33,7 +33,9 @@ def ancestor_bitmask_reference(parents: np.ndarray, node_count: np.ndarray) -> t
 
     `parents` [B, N] int32 (root -1) and `node_count` [B] int32 -> `ancestor_bits` [B, N, W] uint32 with
     W = ceil(N / 32), rows from `node_count` on 0, and `status` [B] int32. A `node_count` outside 1..N is a broken
-    request as well: all of its rows are 0.
+    request as well: all of its rows are 0. The tree mask of SpecInfer, arXiv 2305.09781, packed.
+
+    Raises `TypeError` and `ValueError` as `ancestor_bitmask` does.
 
     >>> bits, status = ancestor_bitmask_reference(np.array([[-1, 0, 0, 1]], np.int32), np.array([4], np.int32))
     >>> [f"{row:04b}" for row in bits[0, :, 0].tolist()], status.tolist()
@@ -135,7 +137,8 @@ def ancestor_bitmask(
 def positions_reference(depths: np.ndarray, prefix_lengths: np.ndarray) -> np.ndarray:
     """Return every slot's position in the text: `depths` [B, N] and `prefix_lengths` [B] int32 -> [B, N] int32.
 
-    The root stands at index `prefix_length`; siblings share a position, so it is never prefix length + slot.
+    The root stands at index `prefix_length`; siblings share a position, so it is never prefix length + slot: each is
+    where its branch has it (SpecInfer, arXiv 2305.09781). Raises `TypeError` and `ValueError` as `positions` does.
 
     >>> positions_reference(np.array([[0, 1, 1, 2]], np.int32), np.array([10], np.int32)).tolist()
     [[10, 11, 11, 12]]

@@ -53,7 +53,8 @@ def commit_kv_reference(
     """Move the accepted rows and advance `prefix_lengths`, both in place; return `status` [B] int32.
 
     `kv_pool` [layers, pages, page_size, D] of any dtype, `block_table` [B, max_pages], `prefix_lengths` [B],
-    `accept_slots` [B, L + 1] and `accept_count` [B] int32, the last two as stage 5 gives them.
+    `accept_slots` [B, L + 1] and `accept_count` [B] int32, the last two as stage 5 gives them. The compaction after
+    verification of DDTree, arXiv 2604.12989. Raises `TypeError` and `ValueError` as `commit_kv` does.
 
     >>> pool = np.frombuffer(b"abRxyz--", np.uint8).reshape(1, 4, 2, 1).copy()  # pages of two rows
     >>> lengths = np.array([2], np.int32)

@@ -23,7 +23,7 @@ def build_tree_reference(
     """Return the tree of the `budget` best nodes of every request; ancestor bits are left 0 for stage 3.
 
     `log_probs` [B, L, K] float32 and `token_ids` [B, L, K] int32 are the candidates, `root_tokens` [B] int32 the last
-    emitted tokens. DDTree, arXiv 2604.12989, Algorithm 1.
+    emitted tokens. DDTree, arXiv 2604.12989, Algorithm 1. Raises `TypeError` and `ValueError` as `build_tree` does.
 
     >>> log_probs = np.log([[[0.5, 0.25], [0.9, 0.1]]]).astype(np.float32)
     >>> token_ids = np.array([[[7, 8], [5, 6]]], np.int32)

@@ -18,6 +18,8 @@ def top_candidates_reference(logits: np.ndarray, k: int) -> tuple[np.ndarray, np
     `logits` [B, L, V] float32, float16 or bfloat16 (as its uint16 bits) -> `log_probs` [B, L, K] float32, descending,
     and `token_ids` [B, L, K] int32, with K = min(k, V). These are the candidates of DDTree, arXiv 2604.12989.
 
+    Raises `TypeError` and `ValueError` as `top_candidates` does.
+
     >>> log_probs, token_ids = top_candidates_reference(np.log([[[0.25, 0.5, 0.25]]]).astype(np.float32), k=2)
     >>> token_ids.tolist(), np.exp(log_probs).tolist()
     ([[[1, 0]]], [[[0.5, 0.25]]])

@@ -67,6 +67,9 @@ def tree_attention(
     NumPy inputs are copied in and NumPy arrays come back; device arrays stay where they are and the result is in
     flight. The contents of NumPy inputs are checked: a row without a page raises `ValueError`. Those of device arrays
     can't be: there such a row is not seen, and nothing outside the arrays is read.
+
+    Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
+    shape or layout, a number out of range, and a `version` that is unknown or can't run here.
     """
     given = dict(zip(_INPUTS, (q, kv_pool, block_table, prefix_lengths, ancestor_bits, node_count), strict=True))
     B, N, H, D_c = check_arguments(given, scale, latent_width)

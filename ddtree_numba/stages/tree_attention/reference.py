@@ -41,6 +41,8 @@ def tree_attention_reference(
     float64. A node that sees nothing gives 0 and -inf. Every dtype is widened first; uint16 is bfloat16, and float64 is
     taken here though no kernel has it.
 
+    Raises `TypeError` and `ValueError` as `tree_attention` does.
+
     Source: the absorbed form of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) under the
     ancestor-only mask of tree verification (DDTree, arXiv 2604.12989).
 
