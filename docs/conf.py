@@ -34,8 +34,6 @@ version = release = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").re
 root_doc = "docs/index"
 include_patterns = ["docs/**", "tutorials/**"]
 exclude_patterns = ["docs/_*/**", "**/.ipynb_checkpoints/**"]
-if not any((ROOT / "docs" / "_data").glob("*.json")):
-    exclude_patterns.append("docs/measured.md")  # nothing measured, no page
 
 extensions = [
     "sphinx.ext.autodoc",
@@ -55,7 +53,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 60  # of a cell, as in tests/test_tutorials.py
 nb_execution_show_tb = True
 nb_merge_streams = True
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
 
+_FUNCTION = re.compile(r"<mi>(exp|ln|log)</mi>")
+_SPACE = '<mspace width="0.17em"/>'
+
+
+def _mathml(node: nodes.Element, display: str) -> str:
+    """Return the formula; a function's name stands apart from what is around it, as in TeX: not BlogB but B log B."""
+    return _FUNCTION.sub(rf"<mrow>{_SPACE}\g<0>{_SPACE}</mrow>", convert(node.astext(), display=display))
+
 
 def _inline(self: Any, node: nodes.Element) -> None:
-    self.body.append(convert(node.astext(), display="inline"))
+    self.body.append(_mathml(node, "inline"))
     raise nodes.SkipNode
 
 
 def _block(self: Any, node: nodes.Element) -> None:
-    self.body.append(f'<div class="math-block">{convert(node.astext(), display="block")}</div>\n')
+    self.body.append(f'<div class="math-block">{_mathml(node, "block")}</div>\n')
     raise nodes.SkipNode
 
 

@@ -1,27 +1,30 @@
 """Every tutorial as a notebook to take away: written beside its page, and linked from it.
 
-A notebook stands alone: its first cell installs the released package where it is missing, and code that the page
-includes from a file is shown by a cell, from the installed package.
+A notebook stands alone: its first cell installs the released package where it is missing, code that the page includes
+from a file is shown by a cell, from the installed package, and what was measured is a table in its text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import nbformat
+from measured import KERNELS, part
 
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.S)
-_BLOCK = re.compile(r"^```\{(code-cell|source-of)\} *([^\n]*)\n(.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(r"^```\{(code-cell|source-of|ladder|costs)\} *([^\n]*)\n(.*?)^```$", re.M | re.S)
 _OPTIONS = re.compile(r"\A---\n(.*?)^---\n", re.M | re.S)
 _PAGE_LINK = re.compile(r"\]\((\d\d_\w+)\.md\)")
 
 _FIRST_CELL = '''\
 try:
     import ddtree_numba
-except ImportError:
-    %pip install -q "ddtree-numba=={version}"
+except ModuleNotFoundError:
+    extra = ""  # with a GPU "[cu12]" or "[cu13]": what nvidia-smi says at its top
+    %pip install -q "ddtree-numba{extra}==VERSION"
 
 import importlib
 import inspect
@@ -36,9 +39,9 @@ def source_of(name):
     return Markdown("```python\\n" + inspect.getsource(inspect.unwrap(target)) + "```")'''
 
 
-def to_notebook(text: str, version: str) -> nbformat.NotebookNode:
-    """Return the notebook of a tutorial's MyST `text`."""
-    cells = [nbformat.v4.new_code_cell(_FIRST_CELL.replace("{version}", version))]
+def to_notebook(text: str, version: str, report: dict[str, Any]) -> nbformat.NotebookNode:
+    """Return the notebook of a tutorial's MyST `text`, with its share of the kernels' `report`."""
+    cells = [nbformat.v4.new_code_cell(_FIRST_CELL.replace("VERSION", version))]
     text = _FRONT_MATTER.sub("", text)
     position = 0
     for block in _BLOCK.finditer(text):
@@ -46,8 +49,10 @@ def to_notebook(text: str, version: str) -> nbformat.NotebookNode:
         kind, argument, body = block.groups()
         if kind == "source-of":
             cells.append(nbformat.v4.new_code_cell(f'source_of("{argument}")'))
-        else:
+        elif kind == "code-cell":
             cells.append(_code(body))
+        else:
+            cells += _markdown("\n".join(part(kind, argument, body.splitlines(), report)))
         position = block.end()
     cells += _markdown(text[position:])
     notebook = nbformat.v4.new_notebook(cells=cells)
@@ -84,9 +89,11 @@ def _link(app: Any, docname: str, source: list[str]) -> None:
 
 def _write(app: Any, exception: Exception | None) -> None:
     if exception is None and app.builder.format == "html":
+        measured = Path(app.config.measured_data, KERNELS)
+        report = json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else {}
         for page in sorted(Path(app.srcdir, "tutorials").glob("*.md")):
             target = Path(app.outdir, "tutorials", page.with_suffix(".ipynb").name)
-            nbformat.write(to_notebook(page.read_text(), app.config.version), target)
+            nbformat.write(to_notebook(page.read_text(), app.config.version, report), target)
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
+from sphinx.errors import ExtensionError
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
@@ -58,7 +59,7 @@ class Api(SphinxDirective):
         dotted = self.arguments[0]
         module, _, name = dotted.rpartition(".")
         target = getattr(importlib.import_module(module), name)
-        if not callable(target):
+        if not _has_source(target):
             return _parse(self, ["```{eval-rst}", f".. autodata:: {dotted}", "   :no-value:", "```"])
         lines = ["```{eval-rst}"]
         if inspect.isclass(target):
@@ -67,6 +68,15 @@ class Api(SphinxDirective):
             lines += [f".. autofunction:: {dotted}"]
         lines += ["```", f"```{{source-of}} {dotted}", ":folded:", "```"]
         return _parse(self, lines)
+
+
+def _has_source(target: Any) -> bool:
+    """Tell whether `target` is code of this project: a constant is not, nor is a module of another one."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(target))
+    except TypeError:
+        return False
+    return bool(file) and Path(file).resolve().is_relative_to(ROOT)
 
 
 class Modules(SphinxDirective):
@@ -88,16 +98,15 @@ class Modules(SphinxDirective):
 
 def _module(name: str) -> list[str]:
     """Return the lines that document a module; constants without their value, which may be a path of this machine."""
-    documented = {name for _, name in ModuleAnalyzer.for_module(name).find_attr_docs()}
+    documented = {attribute for _, attribute in ModuleAnalyzer.for_module(name).find_attr_docs()}
     module = importlib.import_module(name)
     constants = [item for item in getattr(module, "__all__", ()) if not callable(getattr(module, item))]
     lines = ["```{eval-rst}", f".. automodule:: {name}", "   :members:"]
     lines += [f"   :exclude-members: {', '.join(constants)}"] if constants else []
+    if silent := [constant for constant in constants if constant not in documented]:
+        raise ExtensionError(f"{name}: {', '.join(silent)} has no words below it")
     for constant in constants:
-        if constant in documented:
-            lines += ["", f".. autodata:: {name}.{constant}", "   :no-value:"]
-        else:
-            lines += ["", f".. py:data:: {name}.{constant}"]
+        lines += ["", f".. autodata:: {name}.{constant}", "   :no-value:"]
     return [*lines, "```"]
 
 
