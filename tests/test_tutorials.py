@@ -6,8 +6,9 @@ import ast
 import contextlib
 import io
 import re
-import time
+import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,32 @@ def run_cell(source: str, line: int, page: Path, names: dict) -> object:
     return eval(compile(ast.Expression(last.value), str(page), "eval"), names) if last else None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_cell_runs(page: Path) -> None:
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the running line after `seconds`: a cell that never ends must not hold up the suite."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_page(page: Path, slowest: float = SLOWEST_CELL) -> None:
+    """Run a page's cells in order; whatever one of them does wrong is an error that names its line in the page."""
     names: dict = {"__name__": "__main__"}
     cells = cells_of(page)
     assert len(cells) == page.read_text().count("```{code-cell}"), f"{page}: a cell that the pattern does not see"
     for line, source in cells:
-        where = f"{page.relative_to(ROOT)}:{line + 1}"
-        complaints, started = io.StringIO(), time.perf_counter()
+        where = f"{page.name}:{line + 1}"
+        complaints = io.StringIO()
         with (
+            at_most(slowest),
             warnings.catch_warnings(),
             contextlib.redirect_stderr(complaints),
             contextlib.redirect_stdout(io.StringIO()),
@@ -64,9 +82,12 @@ def test_every_cell_runs(page: Path) -> None:
             shown = run_cell(source, line, page, names)
             if isinstance(shown, Picture | StepSlider):
                 assert "nan" not in str(shown).lower(), f"{where}: a number in the picture is NaN"
-        took = time.perf_counter() - started
-        assert took < SLOWEST_CELL, f"{where}: took {took:.0f} s"
         assert not complaints.getvalue(), f"{where}: printed to stderr: {complaints.getvalue()}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_cell_runs(page: Path) -> None:
+    check_page(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -77,10 +98,63 @@ def test_the_command_at_the_end_names_what_is_there(page: Path) -> None:
         assert not test or f"def {test}(" in (ROOT / file).read_text(), f"{page.name}: {path} is not there"
 
 
-def test_a_failing_cell_names_its_line_in_the_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "bad, error, words",
+    [
+        ("1 / 0", ZeroDivisionError, "division by zero"),
+        ("assert a == 2", AssertionError, "^$"),
+        ("import warnings; warnings.warn('beware')", UserWarning, "beware"),
+        ("while True: pass", TimeoutError, "took more than 0.5 s"),
+    ],
+)
+def test_a_bad_cell_names_its_line_in_the_page(tmp_path: Path, bad: str, error: type, words: str) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Title\n\n```{code-cell} python\n---\ntags: [hide-cell]\n---\na = 1\n1 / 0\n```\n")
-    [(line, source)] = cells_of(page)
-    with pytest.raises(ZeroDivisionError) as caught:
-        run_cell(source, line, page, {})
-    assert caught.traceback[-1].lineno + 1 == 8
+    page.write_text(f"# Title\n\n```{{code-cell}} python\n---\ntags: [hide-cell]\n---\na = 1\n{bad}\n```\n")
+    with pytest.raises(error, match=words) as caught:
+        check_page(page, slowest=0.5)
+    [place] = [entry.lineno + 1 for entry in caught.traceback if str(entry.path) == str(page)]
+    assert place == 8
+
+
+def test_a_cell_that_prints_to_stderr_or_draws_nan_names_its_line_too(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    head = "# Title\n\n```{code-cell} python\n"
+    page.write_text(f"{head}import sys\nprint('beware', file=sys.stderr)\n```\n")
+    with pytest.raises(AssertionError, match=r"page\.md:4: printed to stderr: beware"):
+        check_page(page)
+    page.write_text(
+        f"{head}from ddtree_numba.pictures import bar_chart\nbar_chart([1.0, float('nan')], 'ab', y_label='y')\n```\n"
+    )
+    with pytest.raises(AssertionError, match=r"page\.md:4: a number in the picture is NaN"):
+        check_page(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_that_is_shown_fits_its_box(page: Path) -> None:
+    for line, source in cells_of(page):
+        before = page.read_text().splitlines()[:line]
+        if any("remove-input" in text for text in before[-4:]):
+            continue
+        for number, text in enumerate(source.splitlines(), line + 1):
+            assert len(text) <= 110, f"{page.name}:{number}: {len(text)} columns"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "tutorials").glob("*.md")), ids=lambda page: page.stem)
+def test_a_tutorial_has_its_parts(page: Path) -> None:
+    text = page.read_text()
+    parts = [
+        "\n**Goal.** ",
+        "\n**Before this.** ",
+        "\n## Exercises\n",
+        "\n## What goes wrong\n",
+        "\n## The command that proves it\n",
+    ]
+    places = [text.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places), dict(zip(parts, places, strict=True))
+    exercises = text[places[2] : places[3]]
+    answers = re.findall(r"^tags: \[hide-cell\]$", exercises, re.M)
+    assert len(answers) == len(re.findall(r"^\*\*\d\.\*\* ", exercises, re.M)) in (1, 2), (
+        "an exercise without its answer"
+    )
+    assert "https://github.com/" in text[places[3] : places[4]], "a bug that really happened, and where"
+    assert "kernels run on" in text
