@@ -7,7 +7,6 @@ import importlib
 import pkgutil
 import re
 import sys
-import tempfile
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -84,8 +83,7 @@ def test_no_page_asks_the_network_for_anything() -> None:
 
 def test_no_page_names_a_folder_of_the_machine_that_built_it() -> None:
     for page in pages():
-        for folder in (str(ROOT), str(Path.home()) + "/", tempfile.gettempdir() + "/"):
-            assert folder not in page.read_text(), f"{page.name}: {folder}"
+        assert str(ROOT) not in page.read_text(), page.name
 
 
 def test_links_out_of_the_site_are_whole() -> None:
