@@ -2,13 +2,13 @@
 
 ``{source-of} ddtree_numba.stages.accept_walk.accept_walk_kernel`` shows the source of an object, and
 ``{api} ...`` its documentation with the source folded below it; ``{modules} ddtree_numba.engine`` documents a package,
-``{instructions} ddtree_numba.ptx`` a module of intrinsics.
+``{instructions} ddtree_numba.ptx`` a module of intrinsics, ``{from-text} ...`` a module that may not import here.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -135,15 +135,42 @@ class Instructions(SphinxDirective):
         return _parse(self, [*lines, "```"])
 
 
+class FromText(SphinxDirective):
+    """Show the documentation of a module's functions from its text: a bridge can't be imported without its package."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the module's words and its public functions, in the order of the file."""
+        name = self.arguments[0]
+        found = importlib.util.find_spec(name)
+        tree = ast.parse(Path(found.origin if found and found.origin else "").read_text(encoding="utf-8"))
+        [public] = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        lines = ["```{eval-rst}", *(ast.get_docstring(tree) or "").split("\n"), ""]
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name in public:
+                for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                    argument.annotation = None  # shapes and dtypes stand in the text
+                lines += _from_text(name, node, [ast.unparse(node.args)])
+        return _parse(self, [*lines, "```"])
+
+
 def _place(text: str, name: str) -> int:
     return min(at for at in (text.find(f"def {name}("), text.find(f"\n{name} = "), text.find(f"\n{name}: ")) if at >= 0)
 
 
 def _intrinsic(module: str, function: ast.FunctionDef) -> list[str]:
     """Return the lines that document an intrinsic, called without its first argument."""
-    arguments = ", ".join(argument.arg for argument in function.args.args[1:])
+    return _from_text(module, function, [argument.arg for argument in function.args.args[1:]])
+
+
+def _from_text(module: str, function: ast.FunctionDef, arguments: list[str]) -> list[str]:
     words = (ast.get_docstring(function) or "").split("\n")
-    head = [f".. py:function:: {function.name}({arguments})", f"   :module: {module}", ""]
+    head = [f".. py:function:: {function.name}({', '.join(arguments)})", f"   :module: {module}", ""]
     return [*head, *(f"   {line}" if line else "" for line in words), ""]
 
 
@@ -191,5 +218,6 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_directive("api", Api)
     app.add_directive("modules", Modules)
     app.add_directive("instructions", Instructions)
+    app.add_directive("from-text", FromText)
     app.connect("autodoc-process-docstring", _arrays_as_list)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
