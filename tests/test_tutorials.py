@@ -39,6 +39,10 @@ def cells_of(page: Path) -> list[tuple[int, str]]:
 
 def run_cell(source: str, line: int, page: Path, names: dict) -> object:
     """Run a cell as Jupyter does, its lines numbered as in the page; return what its last expression gives."""
+    if source.startswith("%%writefile "):
+        name, _, content = source.removeprefix("%%writefile ").partition("\n")
+        Path(name.strip()).write_text(content)
+        return None
     tree = ast.parse(source, str(page))
     ast.increment_lineno(tree, line)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -86,7 +90,8 @@ def check_page(page: Path, slowest: float = SLOWEST_CELL) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_cell_runs(page: Path) -> None:
+def test_every_cell_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path.cwd())  # a page may go to a folder of its own
     check_page(page)
 
 
