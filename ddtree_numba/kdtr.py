@@ -183,11 +183,12 @@ class KdtrWriter:
 
     def _write(self, data: np.ndarray, crc: int) -> int:
         """Write the bytes and return their checksum, counted beside the writing: zlib lets go of the interpreter."""
+        view = memoryview(data)
         if data.nbytes < _BLOCK:
-            self._write_all(data)
-            return zlib.crc32(data, crc)
-        counted: Future[int] = self._crc_thread.submit(zlib.crc32, data, crc)
-        self._write_all(data)
+            self._write_all(view)
+            return zlib.crc32(view, crc)
+        counted: Future[int] = self._crc_thread.submit(zlib.crc32, view, crc)
+        self._write_all(view)
         return counted.result()
 
     def _write_all(self, data: Any) -> None:

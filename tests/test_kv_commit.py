@@ -14,7 +14,7 @@ from ddtree_numba.stages.kv_commit import (
     kv_words,
 )
 from tests.helpers import on_device, poisoned
-from tests.target_tokens import random_target_tokens
+from ddtree_numba.synthetic import random_target_tokens
 
 
 def launch_numpy(*arguments):
