@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,31 +49,36 @@ MANIFEST = "manifest.json"
 
 _FORMAT = "ddtree-vectors 1"
 
-_MAKERS: tuple[Callable[[int], Iterator[Case]], ...] = (
-    candidate_cases,
-    tree_cases,
-    mask_cases,
-    position_cases,
-    attention_cases,
-    walk_cases,
-    sampling_cases,
-    commit_cases,
-    step_cases,
-)
+_MAKERS: dict[str, Callable[[int], Iterator[Case]]] = {
+    "top_candidates": candidate_cases,
+    "build_tree": tree_cases,
+    "ancestor_bitmask": mask_cases,
+    "positions": position_cases,
+    "tree_attention": attention_cases,
+    "accept_walk": walk_cases,
+    "sample_walk": sampling_cases,
+    "commit_kv": commit_cases,
+    "decode_step": step_cases,
+}
 
 LEFT_OUT = {
     "known_27": "a row address beyond 2**31 needs a pool of 4.3 GB: tests/test_tree_attention.py makes it on the device"
 }
 
 
-def all_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield every case, in the order of the stages; `seed` (0..2**64 - 1) draws the random ones.
+def all_cases(seed: int = 0, only: str = "*") -> Iterator[Case]:
+    """Yield every case whose name matches `only`, in the order of the stages.
 
-    >>> next(all_cases()).name
-    'top_candidates/known_01_online_sum_from_minus_infinity'
+    `seed` (0..2**64 - 1) draws the random ones; `only` is a pattern such as ``accept_walk/known_*``.
+
+    >>> [case.name for case in all_cases(only="positions/*")]
+    ['positions/known_21_siblings', 'positions/random']
     """
     check_integer("seed", seed, 0, 2**64 - 1)
-    return iter(checked(chain.from_iterable(maker(seed) for maker in _MAKERS)))
+    stages = only.partition("/")[0] if "/" in only else "*"
+    makers = (maker for stage, maker in _MAKERS.items() if fnmatchcase(stage, stages))
+    cases = checked(chain.from_iterable(maker(seed) for maker in makers))
+    return (case for case in cases if fnmatchcase(case.name, only))
 
 
 def write_vectors(
@@ -149,15 +155,16 @@ def read_case(path: str | os.PathLike[str]) -> Case:
             raise KdtrError(f"{os.fspath(path)}: is no golden vector ({error})") from None
 
 
-def read_vectors(folder: str | os.PathLike[str]) -> Iterable[Case]:
-    """Return the cases of a folder that `write_vectors` made, read one at a time.
+def read_vectors(folder: str | os.PathLike[str], only: str = "*") -> Iterable[Case]:
+    """Return the cases of a folder that `write_vectors` made whose name matches `only`, read one at a time.
 
     Raises `ValueError` when its manifest is not there, not whole, or names a file that differs.
     """
     manifest = Path(folder) / MANIFEST
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
-        entries = [(str(entry["file"]), str(entry["sha256"])) for entry in content["cases"]]
+        listed = [entry for entry in content["cases"] if fnmatchcase(entry["case"], only)]
+        entries = [(str(entry["file"]), str(entry["sha256"])) for entry in listed]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"folder: got {folder} ({error}), needs one with a {MANIFEST}") from None
     return (_read_entry(Path(folder), file, digest) for file, digest in entries)

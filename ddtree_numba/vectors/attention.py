@@ -179,7 +179,9 @@ def attention_cases(seed: int) -> Iterator[Case]:
         tree = random_tree(rng, len(c.counts), max(c.counts) - 1, node_counts=c.counts)
         ragged = c.name.startswith("ragged")
         rule, source = ("paged_rows", known(26)) if ragged else ("branch_isolation", CONTRACT)
-        guards = "requests of one length, one prefix or one page order" if ragged else "a mask, a head or a width cut off"
+        guards = (
+            "requests of one length, one prefix or one page order" if ragged else "a mask, a head or a width cut off"
+        )
         yield _case(c.name, rule, guards, source, _inputs(rng, c, tree), c)
 
 
@@ -218,7 +220,9 @@ def _known_answers(rng: StableRandom) -> Iterator[Case]:
     yield _case("chain_of_34", "bits_little_endian", "the second mask word", known(19), _inputs(rng, d, chain), d)
 
 
-def _branch(inputs: dict[str, np.ndarray], tree: DraftTree, c: Configuration) -> tuple[dict[str, np.ndarray], Configuration]:
+def _branch(
+    inputs: dict[str, np.ndarray], tree: DraftTree, c: Configuration
+) -> tuple[dict[str, np.ndarray], Configuration]:
     """Return the same queries and rows with the deepest node's ancestors alone, as a chain."""
     prefix, node = c.prefixes[0], int(np.argmax(tree.depths[0]))
     chain: list[int] = []
@@ -234,4 +238,3 @@ def _branch(inputs: dict[str, np.ndarray], tree: DraftTree, c: Configuration) ->
     q = np.ascontiguousarray(inputs["q"][:, chain])
     changed = {"q": q, "kv_pool": pool, "ancestor_bits": bits, "node_count": int32([count])}
     return {**inputs, **changed}, c._replace(counts=(count,))
-

@@ -73,7 +73,9 @@ def _known_answers(seed: int) -> Iterator[Case]:
     )
     rows = np.array([[[-INF] * 8, [0, 1, 2, 3, 4, 5, 6, 7]]], np.float32)
     yield _case("known_02_no_finite_logit", no, "one empty depth spoils the others", known(2), rows, 3)
-    yield _case("known_03_all_equal", "ties_by_token_id", "ties in any order", known(3), np.zeros((1, 1, 8), np.float32), 4)
+    yield _case(
+        "known_03_all_equal", "ties_by_token_id", "ties in any order", known(3), np.zeros((1, 1, 8), np.float32), 4
+    )
     for k in (8, 20):
         values = rng.permutation(8).astype(np.float32)[None, None] / np.float32(2)
         yield _case(f"known_04_k_{k}_of_8", "k_is_cut", "K beyond V reads outside or repeats ids", known(4), values, k)
@@ -90,7 +92,9 @@ def _known_answers(seed: int) -> Iterator[Case]:
         3,
     )
     values = to_bfloat16(_row(20, 19.875, 19.75, 3, 1))
-    yield _case("known_07_bfloat16", "log_softmax", "a log-sum-exp in bfloat16: probabilities sum to 0.979", known(7), values, 5)
+    yield _case(
+        "known_07_bfloat16", "log_softmax", "a log-sum-exp in bfloat16: probabilities sum to 0.979", known(7), values, 5
+    )
     values = (np.rint(rng.normal((1, 2, 8)) * 64) / 32).astype(np.float32)
     for name, bad in (("nan", NAN), ("infinity", INF)):
         spoilt = values.copy()
@@ -116,7 +120,9 @@ def _random(seed: int) -> Iterator[Case]:
     yield _case("invalid_rows_among_good_ones", "invalid_row", "one bad row spoils its batch", CONTRACT, few, 60)
     rising = np.arange(3000, dtype=np.float32)[None, None] / np.float32(64)
     guards = "a list of the best so far that is replaced at every element"
-    yield _case("rising", "ties_by_token_id", guards, CONTRACT, np.concatenate([rising, rising[..., ::-1]], 1), 32, False)
+    yield _case(
+        "rising", "ties_by_token_id", guards, CONTRACT, np.concatenate([rising, rising[..., ::-1]], 1), 32, False
+    )
     zeros = np.zeros((1, 1, 6), np.float32)
     zeros[..., ::2] = -0.0
     yield _case("signed_zeros", "ties_by_token_id", "-0.0 sorts below 0.0 when bits are compared", CONTRACT, zeros, 6)

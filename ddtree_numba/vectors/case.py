@@ -54,7 +54,16 @@ STAGES: dict[str, Stage] = {
     "decode_step": Stage(
         ("logits", "root_tokens", "prefix_lengths", "target_tokens", "node_rows", "kv_pool", "block_table"),
         ("budget", "k"),
-        ("node_count", "token_ids", "parents", "positions", "accept_count", "accept_tokens", "prefix_lengths", "kv_pool"),
+        (
+            "node_count",
+            "token_ids",
+            "parents",
+            "positions",
+            "accept_count",
+            "accept_tokens",
+            "prefix_lengths",
+            "kv_pool",
+        ),
         (),
     ),
 }

@@ -27,7 +27,9 @@ def mask_cases(seed: int) -> Iterator[Case]:
     order, own, broken = "bits_little_endian", "own_rows_only", "broken_links_end"
     chain = [list(range(-1, 33))]
     yield _case("known_15_the_root_alone", order, "the root's own bit", known(15), [[-1]], [1])
-    yield _case("known_19_chain_of_34", order, "bits in another order; the second word forgotten", known(19), chain, [34])
+    yield _case(
+        "known_19_chain_of_34", order, "bits in another order; the second word forgotten", known(19), chain, [34]
+    )
     rng = StableRandom(seed, "masks")
     tree = random_tree(rng, 2, 39, node_counts=[40, 20])
     yield _case("known_20_40_and_20_nodes", own, "an older, bigger tree left in the rows", known(20), tree[1], tree[7])

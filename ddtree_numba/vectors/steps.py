@@ -91,7 +91,16 @@ def _is_clear(logits: np.ndarray, k: int, tree: DraftTree) -> bool:
 
 
 def _case(
-    seed: int, name: str, rounds: int, batch: int, depths: int, vocab: int, budget: int, k: int, source: str, small: bool
+    seed: int,
+    name: str,
+    rounds: int,
+    batch: int,
+    depths: int,
+    vocab: int,
+    budget: int,
+    k: int,
+    source: str,
+    small: bool,
 ) -> Case:
     toy = _Toy(StableRandom(seed, "steps", name), batch, vocab, 12 + rounds * (depths + 1) + budget, 8, 2)
     start = {

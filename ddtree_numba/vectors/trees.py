@@ -84,7 +84,9 @@ def tree_cases(seed: int) -> Iterator[Case]:
                 name = f"b{batch}_l{depths}_k{k}_budget{budget}_{'ties' if ties else 'continuous'}"
                 inputs = random_candidates(rng, batch, depths, k, ties)
                 rule = "ties_by_rank_path" if ties else "best_first"
-                guards = "order, links and scores at this size, with equal scores" if ties else "order, links and scores"
+                guards = (
+                    "order, links and scores at this size, with equal scores" if ties else "order, links and scores"
+                )
                 yield _case(name, rule, guards, CONTRACT, inputs, budget, small=batch <= 2 and budget <= 64)
 
 
@@ -93,7 +95,9 @@ def _known_answers() -> Iterator[Case]:
     thirds = [[0.5, 0.25, 0.25]] * 2
     holes = _plain([[0.7, 0.3, 0, 0, 0, 0], [0.6, 0.4, 0, 0, 0, 0]])
     yield _case("known_09_two_finite_tokens", "finite_only", "nodes at -inf and NaN are added", known(9), holes, 10)
-    yield _case("known_10_child_ties_with_sibling_2", ties, "the sibling before the child", known(10), _plain(thirds), 2)
+    yield _case(
+        "known_10_child_ties_with_sibling_2", ties, "the sibling before the child", known(10), _plain(thirds), 2
+    )
     yield _case("known_10_child_ties_with_sibling_4", ties, "ties by order of insertion", known(10), _plain(thirds), 4)
     yield _case("known_11_equal_halves", ties, "ties by depth or by insertion", known(11), _plain([[0.5, 0.5]] * 2), 4)
     sure = np.array([[[0.0, -70.0]] * 3], np.float32), int32([[[1, 2]] * 3]), int32([7])
@@ -101,14 +105,18 @@ def _known_answers() -> Iterator[Case]:
     confident = _plain([[0.9, 0.05, 0.03]] * 3)
     yield _case("known_13_confident_drafter", first, "not the best three prefixes", known(13), confident, 3)
     unsure = _plain([[0.4, 0.35], [0.1, 0.1], [0.1, 0.1]])
-    yield _case("known_14_unsure_drafter", first, "the chain first: worth 0.444, the best three 0.790", known(14), unsure, 3)
+    yield _case(
+        "known_14_unsure_drafter", first, "the chain first: worth 0.444, the best three 0.790", known(14), unsure, 3
+    )
     yield _case("known_15_no_budget", "root_alone", "a node without a budget", known(15), _plain(thirds), 0)
     nothing = np.zeros((2, 0, 3), np.float32), np.zeros((2, 0, 3), np.int32), int32([7, 0])
     yield _case("known_15_no_depth", "root_alone", "a read before the first depth", known(15), nothing, 3)
     for word, value in (("minus_infinity", -np.inf), ("nan", np.nan), ("infinity", np.inf)):
         blank = np.full((2, 2, 3), value, np.float32), np.ones((2, 2, 3), np.int32), int32([7, 0])
         yield _case(f"known_15_only_{word}", "root_alone", f"a node of {value}", known(15), blank, 3)
-    yield _case("known_16_one_candidate_a_depth", first, "a sibling that is not there", known(16), _plain([[0.5]] * 7), 15)
+    yield _case(
+        "known_16_one_candidate_a_depth", first, "a sibling that is not there", known(16), _plain([[0.5]] * 7), 15
+    )
     zero = np.full((1, 3, 1), -0.5, np.float32), int32([[[5], [0], [7]]]), int32([0])
     yield _case("known_17_token_zero", "count_by_node_count", "nodes counted by their token", known(17), zero, 6)
     rounding = np.array([[[-9e-10, -30.0], [-9.4, -16.9]]], np.float32), int32([[[1, 2], [3, 4]]]), int32([7])
@@ -120,7 +128,9 @@ def _traps() -> Iterator[Case]:
     exact = np.array([[[-1, -2, -3], [-1, -2, -3]]], np.float32), int32([[[1, 2, 3], [4, 5, 6]]]), int32([7])
     yield _case("budget_of_five", "budget_without_root", "the root counted as one of the five", PAPER, exact, 5)
     wide = np.array([[[-1, -1.5], [-0.5, -8]]], np.float32), int32([[[1, 2], [3, 4]]]), int32([7])
-    yield _case("no_child_before_its_turn", "one_rank_at_a_time", "a node brings all its children along", PAPER, wide, 3)
+    yield _case(
+        "no_child_before_its_turn", "one_rank_at_a_time", "a node brings all its children along", PAPER, wide, 3
+    )
     same = np.full((1, 4, 3), -0.5, np.float32), np.arange(12, dtype=np.int32).reshape(1, 4, 3), int32([0])
     yield _case("nothing_but_ties", "ties_by_rank_path", "the order is the tie rule alone", PAPER, same, 64)
     hole = np.array([[[-1, np.nan, -2], [-1, -np.inf, -1]]], np.float32), int32([[[1, 2, 3], [4, 5, 6]]]), int32([7])

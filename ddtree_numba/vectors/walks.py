@@ -70,14 +70,17 @@ def walk_cases(seed: int) -> Iterator[Case]:
         yield _case(f"random_b{batch}_budget{budget}", "walk_to_the_end", guards, SGLANG, tree, targets, 15, batch < 64)
     tree = random_tree(rng, 6, 20, vocab=4)
     guards = "a path beyond the columns of the result"
-    yield _case("deeper_than_the_draft", "draft_length", guards, CONTRACT, tree, random_target_tokens(rng, tree, 4, follow=1), 2)
+    yield _case(
+        "deeper_than_the_draft", "draft_length", guards, CONTRACT, tree, random_target_tokens(rng, tree, 4, follow=1), 2
+    )
     for fault in LINK_FAULTS:
         tree = random_tree(rng, 12, 30, vocab=6)
         targets = random_target_tokens(rng, tree, 6)
         rule = "first_match_wins" if fault in ("duplicates", "reversed") else "broken_links_end"
-        guards = {"duplicates": "the last of equal siblings wins", "reversed": "siblings taken by slot, not by chain"}.get(
-            fault, "a walk that hangs or reads outside"
-        )
+        guards = {
+            "duplicates": "the last of equal siblings wins",
+            "reversed": "siblings taken by slot, not by chain",
+        }.get(fault, "a walk that hangs or reads outside")
         yield _case(f"links_{fault}", rule, guards, CONTRACT, break_links(rng, tree, fault), targets, 30)
 
 
@@ -104,10 +107,14 @@ def _known_answers() -> Iterator[Case]:
         name = f"known_30_chain_reversed_target_{target}"
         yield _case(name, first, guards, known(30), backwards, [[target, 6, 1, 1, 1, 1]], 4)
     alone = tree_from_parents([-1], [3], 5)
-    yield _case("known_31_unused_slots", "count_by_node_count", "an unused slot's 0 accepted", known(31), alone, [[0] * 5], 3)
+    yield _case(
+        "known_31_unused_slots", "count_by_node_count", "an unused slot's 0 accepted", known(31), alone, [[0] * 5], 3
+    )
     zero = tree_from_parents([-1, 0, 1, 2], [3, 5, 0, 7], 6)
     guards = "a node with token 0 taken for an unused slot"
-    yield _case("known_31_a_child_of_token_zero", "count_by_node_count", guards, known(31), zero, [[5, 0, 7, 8, 0, 0]], 5)
+    yield _case(
+        "known_31_a_child_of_token_zero", "count_by_node_count", guards, known(31), zero, [[5, 0, 7, 8, 0, 0]], 5
+    )
 
 
 SAMPLING_TRIALS = 20_000
@@ -117,7 +124,9 @@ def sampling_cases(seed: int) -> Iterator[Case]:
     """Yield the cases of sampling: one tree, many trials with uniform numbers of their own."""
     tree = tree_from_parents([-1, 0, 0, 1, 1], [0, 1, 2, 3, 4], 5)
     # The draft is sure of what the target is not: accepting with min(1, p/q) shows at once.
-    target = np.array([[1, 5, 4, 2, 1, 1, 1, 1], [2, 2, 1, 6, 1, 1, 2, 1], [2] * 8, [2] * 8, [1, 1, 2, 2, 2, 2, 3, 3]]) / 16
+    target = (
+        np.array([[1, 5, 4, 2, 1, 1, 1, 1], [2, 2, 1, 6, 1, 1, 2, 1], [2] * 8, [2] * 8, [1, 1, 2, 2, 2, 2, 3, 3]]) / 16
+    )
     draft = np.array([[1, 10, 3, 1, 1, 0, 0, 0], [1, 1, 1, 3, 8, 1, 1, 0], [2] * 8, [2] * 8, [2] * 8]) / 16
     uniforms = StableRandom(seed, "sampling").random((SAMPLING_TRIALS, 5, 2))
     inputs = {**tree._asdict(), "target_probs": target, "draft_probs": draft, "uniforms": uniforms}
@@ -125,4 +134,4 @@ def sampling_cases(seed: int) -> Iterator[Case]:
     expected = {"first_token": target[0], "second_token": target[1:3], "second_after": int32([1, 2])}
     rule, guards = "lossless_sampling", "children accepted with min(1, p/q) on a deterministic tree"
     parameters: dict[str, int | float] = {"draft_length": 2}
-    yield Case("sample_walk/temperature", rule, guards, "docs/contract.md", inputs, parameters, expected)
+    yield Case("sample_walk/temperature", rule, guards, "docs/contract.md", inputs, parameters, expected, small=False)
