@@ -85,7 +85,7 @@ def conformance(
     only: Annotated[
         str, typer.Option("--only", metavar="PATTERN", help="Cases by name, as in 'build_tree/known_*'.")
     ] = "*",
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="For each case of --command.")] = 60.0,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="For each case.")] = 60.0,
     every: Annotated[bool, typer.Option("--all", help="Show passed cases, too.")] = False,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the outcome as JSON.", show_default=False)
@@ -102,12 +102,14 @@ def conformance(
 
     name, engine = _engine(impl, command, timeout)
     _check_seed(seed)
+    if not 0 < timeout < 1e6:
+        raise _RefusedError(f"--timeout: got {timeout}, needs seconds above 0")
     for option, file in (("--json", json_file), ("--junit", junit)):
         _check_output(option, file)
     with _progress("making cases" if vectors is None else "reading cases", None) as tell:
         cases = _chosen(vectors, seed, only, tell)
     with _progress("checking", len(cases)) as tell:
-        results = list(_told(kit.check_engine(engine, cases), tell))
+        results = list(_told(kit.check_engine(engine, cases, timeout), tell))
     if json_file is not None:
         _write_text("--json", json_file, json.dumps(kit.as_json(results, name), indent=1, ensure_ascii=True) + "\n")
     if junit is not None:

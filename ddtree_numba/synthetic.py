@@ -53,7 +53,7 @@ def synthetic_batch(
 
     >>> tree, target_tokens = synthetic_batch(0, batch=2, budget=4)
     >>> tree.node_count.tolist(), target_tokens.shape
-    ([3, 3], (2, 5))
+    ([5, 5], (2, 5))
     """
     rng = StableRandom(seed, "synthetic")
     tree = random_tree(

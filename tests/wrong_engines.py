@@ -183,8 +183,9 @@ class LastSiblingWins(Right):
                 continue  # right about broken trees
             slots = [0]
             while len(slots) <= draft_length:
-                child, found = int(tree.first_child[b, slots[-1]]), -1
-                while child != -1:
+                child, found, turns = int(tree.first_child[b, slots[-1]]), -1, 0
+                while 0 <= child < len(target_tokens[b]) and turns < len(target_tokens[b]):
+                    turns += 1
                     if tree.token_ids[b, child] == target_tokens[b, slots[-1]]:
                         found = child
                     child = int(tree.next_sibling[b, child])

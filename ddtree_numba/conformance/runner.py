@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -52,11 +55,31 @@ class Result(NamedTuple):
         return self.case.partition("/")[0]
 
 
-def check_case(case: Case, ask: _Answer) -> Result:
+@contextlib.contextmanager
+def _time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `TimeoutError` inside after `seconds`, where the system has an alarm; compiled code that hangs is not ended."""
+    if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"ran for more than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_case(case: Case, ask: _Answer, timeout: float | None = None) -> Result:
     """Run one case through `ask` and judge the answer; nothing that `ask` raises comes through but an interrupt."""
     start = time.perf_counter()
     try:
-        got = ask(case)
+        with _time_limit(timeout):
+            got = ask(case)
     except NotImplementedError:
         return _result(case, UNSUPPORTED, start)
     except KeyboardInterrupt:
@@ -105,19 +128,22 @@ def _broken_invariant(case: Case, got: dict[str, np.ndarray]) -> str:
     return ""
 
 
-def check_engine(engine: Any, cases: Iterable[Case]) -> Iterator[Result]:
+def check_engine(engine: Any, cases: Iterable[Case], timeout: float | None = None) -> Iterator[Result]:
     """Yield a `Result` for every case.
 
-    `engine` is an object or module of the `Engine` protocol, or a `CommandEngine`.
+    `engine` is an object or module of the `Engine` protocol, or a `CommandEngine`, which has a time limit of its own.
+    Python that runs for more than `timeout` seconds has failed the case; compiled code can't be stopped from inside.
 
     >>> from ddtree_numba.conformance import reference
     >>> from ddtree_numba.vectors import all_cases
     >>> [result.status for result in check_engine(reference, all_cases(only="positions/*"))]
     ['passed', 'passed']
     """
-    ask: _Answer = engine.answer if callable(getattr(engine, "answer", None)) else lambda case: answer(engine, case)
+    ask: _Answer = lambda case: answer(engine, case)  # noqa: E731
+    if callable(getattr(engine, "answer", None)):  # a program
+        ask, timeout = engine.answer, None
     for case in cases:
-        yield check_case(case, ask)
+        yield check_case(case, ask, timeout)
 
 
 def load_engine(where: str) -> Any:

@@ -38,9 +38,9 @@ class Configuration(NamedTuple):
 KIMI_SCALE = 0.14467963  # of Kimi K2.5: (128 + 64) ** -0.5 and YaRN's factor
 
 CONFIGURATIONS = (
-    Configuration("ragged_page_1_float32", (0, 17, 64, 8191), (3, 5, 3, 5), 1, 2, 12, 4, "float32", 0.25, False),
-    Configuration("ragged_page_16_float16", (0, 17, 64, 8191), (3, 5, 3, 5), 16, 2, 12, 4, "float16", 0.25, False),
-    Configuration("ragged_page_64_bfloat16", (0, 17, 64, 8191), (3, 5, 3, 5), 64, 2, 12, 4, "bfloat16", 0.25, False),
+    Configuration("known_26_page_1_float32", (0, 17, 64, 8191), (3, 5, 3, 5), 1, 2, 12, 4, "float32", 0.25, False),
+    Configuration("known_26_page_16_float16", (0, 17, 64, 8191), (3, 5, 3, 5), 16, 2, 12, 4, "float16", 0.25, False),
+    Configuration("known_26_page_64_bfloat16", (0, 17, 64, 8191), (3, 5, 3, 5), 64, 2, 12, 4, "bfloat16", 0.25, False),
     Configuration("kimi_heads_float32", (17,), (33,), 16, 64, 512, 64, "float32", KIMI_SCALE, False),
     Configuration("kimi_heads_bfloat16", (0, 300), (33, 20), 64, 64, 512, 64, "bfloat16", KIMI_SCALE, False),
     Configuration("many_slots_float32", (40, 3), (257, 224), 16, 1, 32, 8, "float32", 0.25, False),
@@ -177,7 +177,7 @@ def attention_cases(seed: int) -> Iterator[Case]:
     yield from _known_answers(rng)
     for c in CONFIGURATIONS:
         tree = random_tree(rng, len(c.counts), max(c.counts) - 1, node_counts=c.counts)
-        ragged = c.name.startswith("ragged")
+        ragged = c.name.startswith("known_26")
         rule, source = ("paged_rows", known(26)) if ragged else ("branch_isolation", CONTRACT)
         guards = (
             "requests of one length, one prefix or one page order" if ragged else "a mask, a head or a width cut off"
@@ -214,7 +214,7 @@ def _known_answers(rng: StableRandom) -> Iterator[Case]:
         d = _SMALL._replace(page_size=page_size, prefixes=(15, 0), counts=(2, 5))
         tree = random_tree(rng, 2, 4, node_counts=d.counts)
         guards = "a page border inside the prefix or the tree"
-        yield _case(f"page_size_{page_size}", "paged_rows", guards, known(26), _inputs(rng, d, tree), d)
+        yield _case(f"small_page_{page_size}", "paged_rows", guards, known(26), _inputs(rng, d, tree), d)
     chain = random_tree(rng, 1, 33, vocab=1, node_counts=[34])
     d = _SMALL._replace(prefixes=(2,), counts=(34,), heads=1)
     yield _case("chain_of_34", "bits_little_endian", "the second mask word", known(19), _inputs(rng, d, chain), d)
