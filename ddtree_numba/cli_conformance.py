@@ -181,7 +181,7 @@ def _progress(what: str, total: int | None) -> Iterator[Any]:
 
 def _check_output(option: str, file: str | None) -> None:
     """Refuse a path that can't be written, before any work."""
-    if file is None or file == "-" and option == "--json":
+    if file is None or (file == "-" and option == "--json"):
         return
     target = Path(os.path.realpath(file))
     if not file or target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):

@@ -96,9 +96,11 @@ class KdtrWriter:
     The file appears under `path` when the ``with`` block ends, complete and on disk, and replaces what was there. When
     the block raises, or the process dies, `path` is untouched.
 
-    >>> with KdtrWriter(getfixture("tmp_path") / "rows.kdtr", {"unit": "token"}) as writer:
-    ...     writer.add("lengths", np.array([3, 5], np.int32))
-    ...     writer.add_rows("kv", (np.full((2, 4), i, np.uint16) for i in range(3)), dtype="bfloat16")
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with KdtrWriter(f"{folder}/rows.kdtr", {"unit": "token"}) as writer:
+    ...         writer.add("lengths", np.array([3, 5], np.int32))
+    ...         writer.add_rows("kv", (np.full((2, 4), i, np.uint16) for i in range(3)), dtype="bfloat16")
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
@@ -186,7 +188,7 @@ class KdtrWriter:
 
         Block by block, so that both find a block in the processor's cache.
         """
-        view = memoryview(data)
+        view = memoryview(data.data)
         if view.nbytes < _BLOCK:
             self._write_all(view)
             return zlib.crc32(view, crc)
@@ -315,12 +317,13 @@ def write_kdtr(
 ) -> None:
     """Write named arrays and `metadata` (a JSON object) to `path`, whole or not at all.
 
-    `bfloat16` names the uint16 arrays that are bfloat16. Big-endian and strided arrays are converted. Raises `TypeError`
-    for a dtype that is not in `DTYPES`, `ValueError` for a bad name, `OSError` when the disk does not play along.
+    `bfloat16` names the uint16 arrays that are bfloat16. Big-endian and strided arrays are converted. Raises
+    `TypeError` for a dtype that is not in `DTYPES`, `ValueError` for a bad name, `OSError` when the disk does not play along.
 
-    >>> path = getfixture("tmp_path") / "tree.kdtr"
-    >>> write_kdtr(path, {"parents": np.array([[-1, 0, 0]], np.int32)}, {"budget": 2})
-    >>> arrays, metadata = read_kdtr(path)
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_kdtr(f"{folder}/tree.kdtr", {"parents": np.array([[-1, 0, 0]], np.int32)}, {"budget": 2})
+    ...     arrays, metadata = read_kdtr(f"{folder}/tree.kdtr")
     >>> arrays["parents"].tolist(), metadata
     ([[-1, 0, 0]], {'budget': 2})
     """
@@ -338,8 +341,8 @@ def write_kdtr(
 class KdtrFile(Mapping[str, np.ndarray]):
     """A file, mapped into memory: each array is a read-only view of the file's own bytes.
 
-    Opening checks header, table and JSON block. An array's bytes are checked when it is first asked for, through a small
-    buffer, so that checking does not load the map; ``verify=False`` leaves that out.
+    Opening checks header, table and JSON block. An array's bytes are checked when it is first asked for, through a
+    small buffer, so that checking does not load the map; ``verify=False`` leaves that out.
 
     Arrays stay valid after `close`: the map lives as long as any of them. Writers put a new file in the place of an old
     one and so leave a mapped one alone; a program that cuts the file itself short takes mapped bytes away, and the
@@ -501,7 +504,7 @@ class KdtrFile(Mapping[str, np.ndarray]):
         self._require(not any(padding), f"bytes behind array {entry.name!r} are not zero")
 
     def _fill(self, view: memoryview, at: int) -> None:
-        """Fill `view` from the file; through a read, not the map, so that a file cut short is an error, not a signal."""
+        """Fill `view` from the file; through a read, not the map: a file cut short is an error then, not a signal."""
         while view.nbytes:
             if hasattr(os, "preadv"):
                 got = os.preadv(self._handle, [view], at)

@@ -2,8 +2,8 @@
 
 `numpy.random.Generator` may change what its distributions return with any release (NEP 19). Here number i of a stream
 is SplitMix64's: ``z = seed + (i + 1) * 0x9E3779B97F4A7C15``, then ``z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9``,
-``z = (z ^ z >> 27) * 0x94D049BB133111EB``, ``z ^ z >> 31``, all modulo 2**64 (Steele, Lea and Flood, 2014, in the public-
-domain form of Sebastiano Vigna). What follows uses whole numbers and exact arithmetic only.
+``z = (z ^ z >> 27) * 0x94D049BB133111EB``, ``z ^ z >> 31``, all modulo 2**64 (Steele, Lea and Flood, 2014, in the
+public-domain form of Sebastiano Vigna). What follows uses whole numbers and exact arithmetic only.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def synthetic_batch(
 ) -> SyntheticBatch:
     """Return random trees and target tokens, the same for the same arguments on every machine and NumPy version.
 
-    `batch` requests of `budget` drafted nodes at most (sizes are drawn, or `node_counts` [B] with the root, fixes them),
-    tokens below `vocab`, no deeper than `max_depth`, at most `degree` children a node, and as probable as their
+    `batch` requests of `budget` drafted nodes at most (sizes are drawn, or `node_counts` [B] with the root, fixes
+    them), tokens below `vocab`, no deeper than `max_depth`, at most `degree` children a node, and as probable as their
     neighbour with probability `ties`: see `random_tree`.
 
     The target follows a random child with probability `follow` at every node. Or `accept_weights` gives the

@@ -1,7 +1,7 @@
 """Measure writing and reading a KDTR file of 1 GiB beside a plain copy of it, each in a process of its own.
 
-``python examples/measure_kdtr.py docs/_data/kdtr.json [FOLDER]`` takes 3 GiB of FOLDER's disk and a minute or two. Every
-round runs every way once, in turn, so that what disturbs the machine disturbs all of them. Writing and copying end when
+``python examples/measure_kdtr.py docs/_data/kdtr.json [FOLDER]`` takes 3 GiB of FOLDER's disk and a minute or two.
+Every round runs every way once, in turn, so that what disturbs the machine disturbs all of them. Writing and copying end when
 the file is on the disk (fsync); reading finds it in the page cache.
 """
 
@@ -35,7 +35,7 @@ def synchronise(path: Path) -> None:
 
 def write(folder: Path) -> None:
     """From a generator: one chunk at a time in memory."""
-    chunk = np.frombuffer(os.urandom(CHUNK), np.uint16).reshape(-1, 576 * 7 + 64)
+    chunk = np.frombuffer(os.urandom(CHUNK), np.uint16).reshape(-1, 4096)
     with KdtrWriter(folder / "x.kdtr") as writer:
         writer.add_rows("kv", (chunk for _ in range(CHUNKS)), dtype="bfloat16")
 

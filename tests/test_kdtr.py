@@ -320,9 +320,14 @@ def test_a_damaged_file_takes_no_memory(tmp_path):
 
 def test_an_error_in_the_middle_leaves_the_old_file(tmp_path):
     content = small_file(tmp_path)
-    with pytest.raises(RuntimeError), KdtrWriter(tmp_path / "small.kdtr") as writer:
-        writer.add("x", np.arange(10))
-        raise RuntimeError
+
+    def write_and_fail() -> None:
+        with KdtrWriter(tmp_path / "small.kdtr") as writer:
+            writer.add("x", np.arange(10))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_and_fail()
     assert (tmp_path / "small.kdtr").read_bytes() == content
     assert os.listdir(tmp_path) == ["small.kdtr"]
 

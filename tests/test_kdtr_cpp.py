@@ -1,4 +1,4 @@
-"""The C++ reader and writer against this one: vectors read there, files read back here, and its engine in the runner."""
+"""The C++ reader and writer against this one: vectors read there, files read back here, its engine in the runner."""
 
 from __future__ import annotations
 

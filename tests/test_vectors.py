@@ -221,7 +221,7 @@ def test_a_damaged_folder_is_refused(tmp_path):
         list(read_vectors(copy, "positions/known*"))
     for text in ("", "[]", '{"cases": 3}', '{"cases": [{"file": "a"}]}', "[" * 100_000):
         (copy / "manifest.json").write_text(text)
-        with pytest.raises(ValueError, match="folder: got .*, needs one with a manifest"):
+        with pytest.raises(ValueError, match=r"folder: got .*, needs one with a manifest"):
             read_vectors(copy)
     (copy / "manifest.json").write_text('{"cases": [{"case": "x", "file": "../../etc/x.kdtr", "sha256": ""}]}')
     with pytest.raises(ValueError, match="needs one of the folder's own"):

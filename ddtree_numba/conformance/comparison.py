@@ -9,8 +9,6 @@ import numpy as np
 
 from ddtree_numba.vectors import STAGES, Case
 
-__all__ = ["Difference", "chi_square", "first_difference", "token_frequencies"]
-
 _SURPRISE = 5.0  # standard deviations: one run in three million of a right sampler goes beyond
 
 

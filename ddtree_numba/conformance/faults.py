@@ -1,4 +1,4 @@
-"""Mistakes that reviews of draft-tree code find again and again, each written out, so that an answer can be told by them.
+"""Mistakes that reviews of draft-tree code find again and again, each written out, so that answers are told by them.
 
 An answer that is wrong and equal to what one of these mistakes gives has that mistake, whatever its code looks like.
 """
@@ -20,7 +20,7 @@ from ddtree_numba.stages.best_first_tree.reference import build_tree_reference
 from ddtree_numba.stages.kv_commit import commit_kv_reference
 from ddtree_numba.vectors import Case
 
-__all__ = ["FAULTS", "Fault", "faults_of"]
+__all__ = ["FAULTS", "Fault"]
 
 _Path = tuple[int, ...]
 _Order = list[tuple[_Path, float]]
@@ -46,7 +46,7 @@ def _usable(row: list[float]) -> int:
 
 
 def _heap_order(lp: list[list[float]], budget: int, by_insertion: str = "") -> _Order:
-    """Return the rank paths in the order of the heap; equal scores by insertion, "sibling" or "child" inserted first."""
+    """Return the rank paths in the order of the heap; equal scores by insertion, "sibling" or "child" put in first."""
     usable = [_usable(row) for row in lp]
     order: _Order = []
     heap: list[Any] = []
@@ -225,7 +225,7 @@ FAULTS: dict[str, Fault] = {
     "token 0 is nothing": Fault("accept_walk", "count_by_node_count", (_zero_is_nothing,)),
     "descending commit": Fault("commit_kv", "read_before_write", (_descending,)),
 }
-"""The mistakes whose answer is an array: name -> `Fault`. That of sampling, "min(1, p/q)", is told by its frequencies."""
+"""The mistakes whose answer is an array: name -> `Fault`. That of sampling, "min(1, p/q)", is told by frequencies."""
 
 
 def faults_of(case: Case, got: dict[str, np.ndarray]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""This project's own implementations, as engines to check."""
+"""The project's own implementations, as engines to check."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class _Reference:
     commit_kv = staticmethod(commit_kv_reference)
     accept_walk = staticmethod(accept_walk_reference)
 
-    def tree_attention(self, *arrays: Any, scale: float = 0.0, latent_width: int, **named: Any) -> tuple[Any, Any]:
-        out, lse = tree_attention_reference(*arrays, **named, scale=scale, latent_width=latent_width)
+    def tree_attention(self, **arguments: Any) -> tuple[Any, Any]:
+        out, lse = tree_attention_reference(**arguments)
         return out.astype(np.float32), lse.astype(np.float32)
 
     def sample_walk(
@@ -66,23 +66,23 @@ class _Kernels(_Reference):
         """Tell whether the case is small enough for where kernels run."""
         return ON_GPU or case.small
 
-    def top_candidates(self, logits: Any, k: int) -> Any:  # type: ignore[override]
+    def top_candidates(self, logits: Any, k: int) -> Any:
         return top_candidates(cuda.to_device(logits), k)
 
-    def build_tree(self, log_probs: Any, token_ids: Any, root_tokens: Any, budget: int) -> Any:  # type: ignore[override]
-        return build_tree(*map(cuda.to_device, (log_probs, token_ids, root_tokens)), budget)
+    def build_tree(self, log_probs: Any, token_ids: Any, root_tokens: Any, budget: int) -> Any:
+        return build_tree(cuda.to_device(log_probs), cuda.to_device(token_ids), cuda.to_device(root_tokens), budget)
 
-    def ancestor_bitmask(self, parents: Any, node_count: Any) -> Any:  # type: ignore[override]
+    def ancestor_bitmask(self, parents: Any, node_count: Any) -> Any:
         return ancestor_bitmask(cuda.to_device(parents), cuda.to_device(node_count))
 
-    def tree_attention(self, *arrays: Any, scale: float = 0.0, latent_width: int, **named: Any) -> tuple[Any, Any]:
-        on_device = {name: cuda.to_device(array) for name, array in named.items()}
-        return tree_attention(*map(cuda.to_device, arrays), **on_device, scale=scale, latent_width=latent_width)
+    def tree_attention(self, **arguments: Any) -> tuple[Any, Any]:
+        placed = {name: cuda.to_device(a) if isinstance(a, np.ndarray) else a for name, a in arguments.items()}
+        return tree_attention(**placed)
 
-    def accept_walk(self, tree: DraftTree, target_tokens: Any, draft_length: int) -> Any:  # type: ignore[override]
+    def accept_walk(self, tree: DraftTree, target_tokens: Any, draft_length: int) -> Any:
         return accept_walk(DraftTree(*map(cuda.to_device, tree)), cuda.to_device(target_tokens), draft_length)
 
-    def commit_kv(  # type: ignore[override]
+    def commit_kv(
         self, kv_pool: Any, block_table: Any, prefix_lengths: Any, accept_slots: Any, accept_count: Any
     ) -> dict[str, Any]:
         pool, lengths = cuda.to_device(kv_pool), cuda.to_device(prefix_lengths)
@@ -109,7 +109,7 @@ def _rounds(
     block_table: Any,
     **_: Any,
 ) -> dict[str, np.ndarray]:
-    """Run the rounds of the `Engine` protocol with a `DecodeStep` or its twin; `place` puts arrays where it wants them."""
+    """Run the rounds of the `Engine` protocol with a `DecodeStep` or its twin; `place` puts arrays in place."""
     got: dict[str, list[np.ndarray]] = {}
     for number in range(len(logits)):
         tree, where = step.draft(*place((logits[number], root_tokens, prefix_lengths)))

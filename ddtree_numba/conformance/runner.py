@@ -20,7 +20,7 @@ from ddtree_numba.conformance.faults import faults_of
 from ddtree_numba.draft_tree import DraftTree, check_tree, empty_tree
 from ddtree_numba.vectors import RULES, STAGES, Case
 
-__all__ = ["FAILED", "PASSED", "UNSUPPORTED", "Result", "check_case", "check_engine", "load_engine"]
+__all__ = ["Result", "check_engine", "load_engine"]
 
 PASSED, FAILED, UNSUPPORTED = "passed", "failed", "not supported"
 
@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
 @contextlib.contextmanager
 def _time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TimeoutError` inside after `seconds`, where the system has an alarm; compiled code that hangs is not ended."""
+    """Raise `TimeoutError` inside after `seconds`, where the system has an alarm. Compiled code is not ended."""
     if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

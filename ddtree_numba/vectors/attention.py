@@ -17,8 +17,6 @@ from ddtree_numba.portable_math import portable_exp, portable_log
 from ddtree_numba.stable_random import StableRandom
 from ddtree_numba.vectors.case import CONTRACT, Case, int32, known
 
-__all__ = ["CONFIGURATIONS", "Configuration", "attention_cases", "exact_attention"]
-
 
 class Configuration(NamedTuple):
     """The sizes of one attention case."""

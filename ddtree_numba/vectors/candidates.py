@@ -12,8 +12,6 @@ from ddtree_numba.portable_math import portable_exp, portable_log
 from ddtree_numba.stable_random import StableRandom
 from ddtree_numba.vectors.case import CONTRACT, Case, known
 
-__all__ = ["candidate_cases", "expected_candidates"]
-
 INF, NAN = math.inf, math.nan
 
 

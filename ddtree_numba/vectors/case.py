@@ -70,7 +70,7 @@ STAGES: dict[str, Stage] = {
 """The stages that have vectors, in the order of a round."""
 
 RULES: dict[str, str] = {
-    "log_softmax": "log-probabilities are logits minus their log-sum-exp, in float32 or better, maximum subtracted first",
+    "log_softmax": "log-probabilities are logits minus their log-sum-exp, in float32 or better, maximum first",
     "ties_by_token_id": "equal logits: the lower token id first",
     "invalid_row": "a row with NaN or +inf is invalid: every log-probability -inf, ids distinct and in range",
     "minus_infinity_is_no_candidate": "a logit of -inf is never a candidate: its log-probability is -inf",
@@ -97,7 +97,7 @@ RULES: dict[str, str] = {
     "walk_to_the_end": "the walk goes on as long as a child holds the target's token",
     "draft_length": "a path deeper than the draft length stops there, with a status",
     "lossless_sampling": "emitted tokens have the target's distribution, whatever the draft: min(1, p/q) has not",
-    "read_before_write": "row prefix + accept_slots[k] moves to prefix + k in ascending order: none is overwritten unread",
+    "read_before_write": "row prefix + accept_slots[k] moves to prefix + k, in ascending order: read before written",
     "untouched_when_in_place": "rows that are in their place already keep every byte",
     "lengths_advance": "prefix_lengths grow by accept_count; a request with a status keeps rows and length",
     "rounds_carry_over": "many rounds emit what plain greedy decoding emits, and the cache holds exactly that text",
@@ -121,7 +121,7 @@ class Case(NamedTuple):
     expected: dict[str, np.ndarray]
     """Every output of the stage; what a statistical case needs instead is told by its stage."""
     tolerance: dict[str, np.ndarray] = {}  # noqa: RUF012  (never changed)
-    """Output -> largest absolute difference, broadcast to the output; outputs that are not named are equal to the bit."""
+    """Output -> largest absolute difference, broadcast to the output; others are equal to the bit."""
     bfloat16: tuple[str, ...] = ()
     """Inputs that are bfloat16, as uint16 bits."""
     small: bool = True

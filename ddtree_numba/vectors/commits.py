@@ -1,4 +1,4 @@
-"""Vectors of stage 6: accepted rows move to the end of the prefix. Expected by moving named rows one request at a time."""
+"""Vectors of stage 6: accepted rows move to the end of the prefix. Expected by reading all before writing any."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 from ddtree_numba.draft_tree import STATUS_BAD_PAGE, STATUS_BROKEN_LINK
 from ddtree_numba.stable_random import StableRandom
 from ddtree_numba.vectors.case import CONTRACT, Case, int32, known
-
-__all__ = ["commit_cases"]
 
 
 def _moved(inputs: dict[str, np.ndarray], status: np.ndarray) -> dict[str, np.ndarray]:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from ddtree_numba.draft_tree import random_tree
 from ddtree_numba.stable_random import StableRandom
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
 from ddtree_numba.vectors.case import CONTRACT, Case, int32, known
-
-__all__ = ["mask_cases", "position_cases"]
 
 
 def _case(name: str, rule: str, guards: str, source: str, parents: Any, counts: Any, small: bool = True) -> Case:

@@ -13,8 +13,6 @@ from ddtree_numba.stable_random import StableRandom
 from ddtree_numba.vectors.candidates import expected_candidates
 from ddtree_numba.vectors.case import PAPER, Case, int32, known
 
-__all__ = ["step_cases", "write_node_rows"]
-
 _CLEAR = 2.0**-15  # least difference of two path scores: those of float32 log-probabilities err by less
 
 

@@ -12,8 +12,6 @@ from ddtree_numba.stable_random import StableRandom
 from ddtree_numba.stages.best_first_tree.reference import build_tree_reference
 from ddtree_numba.vectors.case import CONTRACT, PAPER, Case, int32, known
 
-__all__ = ["CONFIGURATIONS", "LARGE_BUDGETS", "random_candidates", "tree_cases"]
-
 CONFIGURATIONS: tuple[tuple[int, int, int, int], ...] = (
     (1, 15, 64, 64),
     (1, 7, 32, 32),

@@ -14,13 +14,12 @@ from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference
 from ddtree_numba.synthetic import LINK_FAULTS, break_links, random_target_tokens
 from ddtree_numba.vectors.case import CONTRACT, SGLANG, Case, int32, known
 
-__all__ = ["sampling_cases", "tree_from_parents", "walk_cases"]
-
 
 def tree_from_parents(parents: list[int], tokens: list[int], slots: int) -> DraftTree:
     """Return one request's valid tree of `slots` slots, its nodes' log-probabilities 1 apart."""
     count = len(parents)
-    depths, first, following, scores, last = [0], [-1] * slots, [-1] * slots, [0.0], {}
+    depths, first, following, scores = [0], [-1] * slots, [-1] * slots, [0.0]
+    last: dict[int, int] = {}
     for node in range(1, count):
         parent = parents[node]
         depths.append(depths[parent] + 1)
