@@ -318,7 +318,7 @@ def write_kdtr(
     """Write named arrays and `metadata` (a JSON object) to `path`, whole or not at all.
 
     `bfloat16` names the uint16 arrays that are bfloat16. Big-endian and strided arrays are converted. Raises
-    `TypeError` for a dtype that is not in `DTYPES`, `ValueError` for a bad name, `OSError` when the disk does not play along.
+    `TypeError` for a dtype that is not in `DTYPES`, `ValueError` for a bad name, `OSError` when the disk fails.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

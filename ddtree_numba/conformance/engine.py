@@ -17,8 +17,8 @@ class Engine(Protocol):
     """An implementation of the decoding step: an object, or a module, with any of these functions.
 
     Arguments are fresh NumPy arrays with the shapes and dtypes of the data contract, which may be changed; bfloat16
-    comes as uint16. Several results are a tuple in the order given here, a mapping, or anything with `_asdict`; arrays may be
-    of NumPy, torch or on the device. Results marked *may be left out* are not looked at when they are not there.
+    comes as uint16. Several results are a tuple in the order given here, a mapping, or anything with `_asdict`; arrays
+    may be of NumPy, torch or on the device. Results marked *may be left out* are not looked at when they are not there.
 
     A stage that is not there, one that is None, and a case for which it raises `NotImplementedError` are not supported.
     """

@@ -40,8 +40,8 @@ class _Reference:
     build_tree = staticmethod(build_tree_reference)
     ancestor_bitmask = staticmethod(ancestor_bitmask_reference)
     positions = staticmethod(positions_reference)
-    commit_kv = staticmethod(commit_kv_reference)
-    accept_walk = staticmethod(accept_walk_reference)
+    commit_kv: Any = staticmethod(commit_kv_reference)
+    accept_walk: Any = staticmethod(accept_walk_reference)
 
     def tree_attention(self, **arguments: Any) -> tuple[Any, Any]:
         out, lse = tree_attention_reference(**arguments)
