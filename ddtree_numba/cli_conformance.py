@@ -108,7 +108,8 @@ def conformance(
         _check_output(option, file)
     with _progress("making cases" if vectors is None else "reading cases", None) as tell:
         cases = _chosen(vectors, seed, only, tell)
-    with _progress("checking", len(cases)) as tell:
+    # What an engine prints is no part of the outcome.
+    with _progress("checking", len(cases)) as tell, contextlib.redirect_stdout(sys.stderr):
         results = list(_told(kit.check_engine(engine, cases, timeout), tell))
     if json_file is not None:
         _write_text("--json", json_file, json.dumps(kit.as_json(results, name), indent=1, ensure_ascii=True) + "\n")

@@ -34,7 +34,7 @@ ALIGNMENT = 64
 MAX_ENTRIES = 1 << 16
 MAX_NAME_BYTES = 1024
 MAX_AXES = 32  # of NumPy before 2.0
-MAX_METADATA_BYTES = 1 << 24
+MAX_METADATA_BYTES = 1 << 20
 _MAX_BYTES = (1 << 63) - 1
 
 _HEADER = struct.Struct("<4sI5Q4I")  # magic, version, five places and sizes, entries, three checksums of what follows
@@ -118,7 +118,10 @@ class KdtrWriter:
         _check_target(self._path)
         self._draft = os.path.join(os.path.dirname(self._path), f".kdtr-{secrets.token_hex(8)}.part")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        self._file = open(os.open(self._draft, flags, 0o666), "r+b", buffering=0)
+        try:
+            self._file = open(os.open(self._draft, flags, 0o666), "r+b", buffering=0)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from None  # not of a name that nobody has given
         self._crc_thread = ThreadPoolExecutor(1, "kdtr-crc32")
         self._pad_to(_HEADER.size, 0)
         return self
@@ -473,9 +476,11 @@ class KdtrFile(Mapping[str, np.ndarray]):
     def verify(self, name: str | None = None) -> None:
         """Check the bytes of one array, or of all of them, against their CRC-32; raise `KdtrError` naming it."""
         self._mapped()
-        buffers = [bytearray(min(_BLOCK, self._size)) for _ in range(2)]
+        names = [name] if name is not None else list(self.entries)
+        largest = max((self.entries[each].size for each in names), default=0)
+        buffers = [bytearray(min(_BLOCK, largest)) for _ in range(2)]
         with ThreadPoolExecutor(1, "kdtr-crc32") as beside:
-            for each in [name] if name is not None else list(self.entries):
+            for each in names:
                 self._verify_entry(self.entries[each], buffers, beside)
                 self._checked.add(each)
 

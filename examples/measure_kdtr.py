@@ -1,8 +1,8 @@
 """Measure writing and reading a KDTR file of 1 GiB beside a plain copy of it, each in a process of its own.
 
 ``python examples/measure_kdtr.py docs/_data/kdtr.json [FOLDER]`` takes 3 GiB of FOLDER's disk and a minute or two.
-Every round runs every way once, in turn, so that what disturbs the machine disturbs all of them. Writing and copying end
-when the file is on the disk (fsync); reading finds it in the page cache.
+Every round runs every way once, in turn, so that what disturbs the machine disturbs all of them. Writing and copying
+end when the file is on the disk (fsync); reading finds it in the page cache.
 """
 
 from __future__ import annotations

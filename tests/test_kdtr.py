@@ -296,6 +296,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
             KdtrFile(path)
     with pytest.raises(FileNotFoundError):
         KdtrFile(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=f"'{tmp_path}/nothing/a'"):
+        write_kdtr(tmp_path / "nothing" / "a", {})
     with pytest.raises(ValueError, match="needs a file"):
         write_kdtr(tmp_path, {})
     assert sorted(os.listdir(tmp_path)) == ["pipe"]
@@ -444,4 +446,4 @@ def test_bfloat16_of_ml_dtypes(tmp_path):
 
 
 def test_limits_are_those_of_the_specification():
-    assert (kdtr.MAX_ENTRIES, kdtr.MAX_NAME_BYTES, kdtr.MAX_AXES, kdtr.MAX_METADATA_BYTES) == (65536, 1024, 32, 2**24)
+    assert (kdtr.MAX_ENTRIES, kdtr.MAX_NAME_BYTES, kdtr.MAX_AXES, kdtr.MAX_METADATA_BYTES) == (65536, 1024, 32, 2**20)

@@ -35,8 +35,8 @@ class CommandEngine:
 
     The file at ``{in}`` holds the case's inputs and, as arrays without axes, its parameters, by name; its metadata
     tells ``stage`` and ``case``. The program writes its answer's arrays by name to ``{out}`` and exits with 0, or
-    with 77 when it does not do this case. No shell is involved; the command has a process group of its own, which is ended
-    when the program exits and when `timeout` seconds are over.
+    with 77 when it does not do this case. No shell is involved. The command has a process group of its own, which is
+    ended when the program exits and when `timeout` seconds are over.
     """
 
     def __init__(self, command: str, timeout: float = 60.0) -> None:

@@ -26,6 +26,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -69,7 +70,7 @@ struct BFloat16 {
 namespace detail {
 
 constexpr std::size_t header_size = 64, record_size = 32, alignment = 64;
-constexpr std::uint32_t max_entries = 1u << 16, max_name = 1024, max_axes = 32, max_metadata = 1u << 24;
+constexpr std::uint32_t max_entries = 1u << 16, max_name = 1024, max_axes = 32, max_metadata = 1u << 20;
 
 template <class T> struct DtypeOf;
 template <> struct DtypeOf<std::int8_t> { static constexpr Dtype value{Kind::Int, 8}; };
@@ -406,7 +407,7 @@ class Writer {
 
     // Writes the rest and puts the file in its place. `metadata` is a JSON object.
     void finish(std::string_view metadata = "{}") {
-        if (metadata.size() > detail::max_metadata) throw Error("metadata: needs at most 16 MiB");
+        if (metadata.size() > detail::max_metadata) throw Error("metadata: needs at most 1 MiB");
         pad();
         const auto text = at_;
         put(metadata.data(), metadata.size());
