@@ -111,6 +111,7 @@ class KdtrWriter:
         self._names: set[str] = set()
         self._end = _HEADER.size
         self._file: Any = None
+        self._adding = False
         self._draft = ""
 
     def __enter__(self) -> KdtrWriter:
@@ -152,13 +153,15 @@ class KdtrWriter:
         self._add(name, dtype, (None, *first.shape[1:]), joined())
 
     def _add(self, name: str, dtype: str | None, shape: tuple[int | None, ...], chunks: Iterator[np.ndarray]) -> None:
-        if self._file is None:
-            raise ValueError("writer: got an array outside its with block, needs to be open")
+        if self._file is None or self._adding:
+            where = "inside another" if self._adding else "outside its with block"
+            raise ValueError(f"writer: got array {name!r} {where}, needs one after the other in it")
         self._check_name(name)
         if len(shape) > MAX_AXES:
             raise ValueError(f"{name!r}: got {len(shape)} axes, needs at most {MAX_AXES}")
         offset, size, crc, rows = _aligned(self._end), 0, 0, 0
         dtype_name = ""
+        self._adding = True
         try:
             self._pad_to(offset, self._end)
             for chunk in chunks:
@@ -170,6 +173,8 @@ class KdtrWriter:
             self._file.seek(self._end)  # what came of the array is forgotten
             self._file.truncate()
             raise
+        finally:
+            self._adding = False
         full = tuple(rows if length is None else length for length in shape)
         self._entries.append(KdtrEntry(name, dtype_name, full, offset, size, crc))
         self._names.add(name)
@@ -466,6 +471,9 @@ class KdtrFile(Mapping[str, np.ndarray]):
         if self._verify and name not in self._checked:
             self.verify(name)
         return np.ndarray(entry.shape, DTYPES[entry.dtype][2], self._mapped(), entry.offset)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries  # without reading the array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)

@@ -262,7 +262,7 @@ def test_a_program_is_an_engine(tmp_path):
         ("mkfifo $2", "the program's {out} can't be read: not a regular file"),
         ("mkdir $2", "the program's {out} can't be read"),
         ("yes | head -c 5000000; exit 9", "the program ended with exit code 9: y"),
-        ("printf '\\033[31m\\377\\n'; exit 4", "the program ended with exit code 4"),
+        ("printf '\\033[31m\\377\\n'; exit 4", "the program ended with exit code 4: \ufffd[31m\ufffd"),
     ],
 )
 def test_a_program_that_breaks_down_is_a_failure(script, difference):

@@ -344,6 +344,30 @@ def test_a_bad_array_is_forgotten_and_the_rest_goes_on(tmp_path):
     assert list(got) == ["x", "y"] and got["y"].tolist() == [0, 1, 2]
 
 
+def test_an_array_inside_another_is_refused(tmp_path):
+    with KdtrWriter(tmp_path / "a") as writer:
+
+        def chunks():
+            yield np.zeros(3)
+            writer.add("y", np.zeros(3))
+
+        with pytest.raises(ValueError, match="got array 'y' inside another"):
+            writer.add_rows("x", chunks())
+        writer.add("z", np.arange(3))
+    with pytest.raises(ValueError, match="outside its with block"):
+        writer.add("y", np.zeros(3))
+    assert list(read_kdtr(tmp_path / "a")[0]) == ["z"]
+
+
+def test_asking_for_a_name_reads_no_array(tmp_path):
+    write_kdtr(tmp_path / "a", {"x": np.zeros(1000)})
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[100] ^= 1
+    (tmp_path / "a").write_bytes(content)
+    with KdtrFile(tmp_path / "a") as file:
+        assert "x" in file and "y" not in file and len(file) == 1
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path):
     """The system's limit on a file's size stands in for the disk's end."""
     content = small_file(tmp_path)

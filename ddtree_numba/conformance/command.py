@@ -127,4 +127,4 @@ def _ending(code: int) -> str:
 def _last_words(said: deque[bytes]) -> str:
     lines = [line.decode("utf-8", "replace").strip() for line in said]
     words = next((line for line in reversed(lines) if line), "")
-    return f": {words[:200]}" if words else ""
+    return f": {''.join(c if c.isprintable() else chr(0xFFFD) for c in words[:200])}" if words else ""

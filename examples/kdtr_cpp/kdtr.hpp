@@ -11,7 +11,8 @@
 //     writer.add("parents", {batch, slots}, values.data());
 //     writer.finish(R"({"engine":"mine"})");
 //
-// Needs a little-endian machine, which it checks when it is compiled.
+// A File is mapped: a program that cuts the file short in place, instead of replacing it, takes mapped bytes away, and the
+// system ends who touches them. Needs a little-endian machine, which is checked when this is compiled.
 
 #pragma once
 
