@@ -1,8 +1,9 @@
 """Measure writing and reading a KDTR file of 1 GiB beside a plain copy of it, each in a process of its own.
 
-``python examples/measure_kdtr.py docs/_data/kdtr.json [FOLDER]`` takes 3 GiB of FOLDER's disk and a minute or two.
+``python examples/measure_kdtr.py docs/_data/kdtr.json [FOLDER]`` takes 12 GiB of FOLDER's disk and a minute or two.
 Every round runs every way once, in turn, so that what disturbs the machine disturbs all of them. Writing and copying
-end when the file is on the disk (fsync); reading finds it in the page cache.
+end when the file is on the disk (fsync); reading finds it in the page cache. No file is deleted before the end: a disk
+that frees another file's blocks in the middle of a run makes whoever comes next wait.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from ddtree_numba.kdtr import KdtrFile, KdtrWriter
 
-CHUNK, CHUNKS, ROUNDS = 4 << 20, 256, 7
+CHUNK, CHUNKS, ROUNDS = 4 << 20, 256, 5
 
 
 def synchronise(path: Path) -> None:
@@ -81,12 +82,12 @@ def main(out: Path, folder: Path) -> None:
     runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     size = CHUNK * CHUNKS
     for number in range(ROUNDS + 1):
+        (folder / str(number)).mkdir()
         for way in WAYS:
-            result = timed(way, folder)
+            result = timed(way, folder / str(number))
             if number:  # the first round warms the disk up
                 runs[way].append(result)
             print(f"round {number} {way}: {result[0]:.2f} s, {result[1]:.0f} MB", file=sys.stderr)
-        (folder / "copy").unlink()
     ratios = {
         "write KDTR": [c[0] / w[0] for c, w in zip(runs["copy file"], runs["write KDTR"], strict=True)],
         "copy file": [1.0],
