@@ -6,9 +6,6 @@ The packages behind them are imported when a command runs, so that the other com
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,16 +15,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from ddtree_numba.json_output import JsonOutput, TextOutput
+from ddtree_numba.refusal import RefusedError
+
 if TYPE_CHECKING:
     from ddtree_numba.conformance import Result
     from ddtree_numba.vectors import Case
-
-
-class _RefusedError(typer.BadParameter):
-    """Bad input: one line, without Click's words before it."""
-
-    def format_message(self) -> str:
-        return self.message
 
 
 def add_conformance(app: typer.Typer) -> None:
@@ -43,7 +36,7 @@ _Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Draws the rando
 
 def _check_seed(seed: int) -> int:
     if not 0 <= seed < 2**64:
-        raise _RefusedError(f"--seed: got {seed}, needs a whole number from 0 to 2**64 - 1")
+        raise RefusedError("--seed", seed, "a whole number from 0 to 2**64 - 1")
     return seed
 
 
@@ -58,10 +51,10 @@ def write(
     with _progress("writing", None) as tell:
         try:
             manifest = write_vectors(folder, seed, tell)
-        except ValueError as error:
-            raise _RefusedError(str(error).replace("folder:", "DIR:", 1)) from None
+        except ValueError:
+            raise RefusedError("DIR", f"{folder}, which is not empty", "a new or an empty folder") from None
         except OSError as error:
-            raise _RefusedError(f"DIR: got {folder} ({error.strerror}), needs a folder that can be written") from None
+            raise RefusedError("DIR", f"{folder} ({error.strerror})", "a folder that can be written") from None
     size = sum(entry["bytes"] for entry in manifest["cases"])
     _console().print(f"{len(manifest['cases'])} cases, {size / 1e6:.1f} MB, seed {seed}, in {folder}", soft_wrap=True)
 
@@ -103,22 +96,25 @@ def conformance(
     name, engine = _engine(impl, command, timeout)
     _check_seed(seed)
     if not 0 < timeout < 1e6:
-        raise _RefusedError(f"--timeout: got {timeout}, needs seconds above 0")
-    for option, file in (("--json", json_file), ("--junit", junit)):
-        _check_output(option, file)
-    with _progress("making cases" if vectors is None else "reading cases", None) as tell:
-        cases = _chosen(vectors, seed, only, tell)
-    # What an engine prints is no part of the outcome.
-    with _progress("checking", len(cases)) as tell, contextlib.redirect_stdout(sys.stderr):
-        results = list(_told(kit.check_engine(engine, cases, timeout), tell))
-    if json_file is not None:
-        _write_text("--json", json_file, json.dumps(kit.as_json(results, name), indent=1, ensure_ascii=True) + "\n")
-    if junit is not None:
-        _write_text("--junit", junit, kit.as_junit(results, name))
+        raise RefusedError("--timeout", timeout, "seconds above 0")
+    with JsonOutput(json_file) as json_output, TextOutput(junit, "--junit") as junit_output:
+        results = _checked(engine, vectors, seed, only, timeout)
+        json_output.write(kit.as_json(results, name))
+        junit_output.write_text(kit.as_junit(results, name))
     out = _console() if json_file == "-" else Console(highlight=False, markup=False)
     out.print(kit.as_table(results, every))
     if code := kit.exit_code(results):
         raise typer.Exit(code)
+
+
+def _checked(engine: Any, vectors: Path | None, seed: int, only: str, timeout: float) -> list[Result]:
+    from ddtree_numba.conformance import check_engine
+
+    with _progress("making cases" if vectors is None else "reading cases", None) as tell:
+        cases = _chosen(vectors, seed, only, tell)
+    # What an engine prints is no part of the outcome.
+    with _progress("checking", len(cases)) as tell, contextlib.redirect_stdout(sys.stderr):
+        return list(_told(check_engine(engine, cases, timeout), tell))
 
 
 def _engine(impl: str | None, command: str | None, timeout: float) -> tuple[str, Any]:
@@ -126,19 +122,25 @@ def _engine(impl: str | None, command: str | None, timeout: float) -> tuple[str,
 
     if (impl is None) == (command is None):
         got = "neither" if impl is None else "both"
-        raise _RefusedError(f"--impl, --command: got {got}, needs one of them")
+        raise RefusedError("--impl, --command", got, "one of them")
     if impl is not None:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what a module prints is none of ours
                 return impl, load_engine(impl)
         except ValueError as error:
-            raise _RefusedError(f"--impl: got {error}, needs package.module:object") from None
+            raise RefusedError("--impl", error, "package.module:object") from None
     assert command is not None
     try:
         return command, CommandEngine(command, timeout)
     except ValueError as error:
-        option, _, rest = str(error).partition(":")
-        raise _RefusedError(f"--{option}:{rest}") from None
+        raise _refused(error) from None
+
+
+def _refused(error: ValueError) -> RefusedError:
+    """Return a function's "argument: got this, needs that" as the command's, about the option of that name."""
+    argument, _, rest = str(error).partition(": got ")
+    got, _, needs = rest.rpartition(", needs ")
+    return RefusedError(f"--{argument}", got, needs)
 
 
 def _chosen(folder: Path | None, seed: int, only: str, tell: Any) -> list[Case]:
@@ -151,12 +153,13 @@ def _chosen(folder: Path | None, seed: int, only: str, tell: Any) -> list[Case]:
             cases.append(case)
             tell(case.name)
     except (ValueError, OSError) as error:
-        words = str(error).replace("folder:", "--vectors:", 1)
-        raise _RefusedError(
-            words if words.startswith("--") else f"--vectors: got {words}, needs whole vectors"
-        ) from None
+        if str(error).startswith("folder: got "):
+            raise RefusedError(
+                "--vectors", f"{folder}, which has no manifest that can be read", "golden vectors"
+            ) from None
+        raise RefusedError("--vectors", error, "golden vectors that are whole") from None
     if not cases:
-        raise _RefusedError(f"--only: got {only!r}, needs a pattern that cases have, such as 'accept_walk/*'")
+        raise RefusedError("--only", repr(only), "a pattern that cases have, such as 'accept_walk/*'")
     return cases
 
 
@@ -178,30 +181,3 @@ def _progress(what: str, total: int | None) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total, case="")
         yield lambda name: bar.update(task, advance=1, case=name)
-
-
-def _check_output(option: str, file: str | None) -> None:
-    """Refuse a path that can't be written, before any work."""
-    if file is None or (file == "-" and option == "--json"):
-        return
-    target = Path(os.path.realpath(file))
-    if not file or target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
-        raise _RefusedError(f"{option}: got {file!r}, needs a file that can be written")
-
-
-def _write_text(option: str, file: str, text: str) -> None:
-    """Write a text whole or not at all; a device or a pipe is written to directly."""
-    if file == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    target = Path(os.path.realpath(file))
-    draft = target if target.exists() and not target.is_file() else target.with_name(f".ddtree-{secrets.token_hex(8)}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        if draft is not target:
-            os.replace(draft, target)
-    except OSError as error:
-        if draft is not target:
-            draft.unlink(missing_ok=True)
-        raise _RefusedError(f"{option}: got {file!r} ({error.strerror}), needs a file that can be written") from None

@@ -423,7 +423,7 @@ def test_vectors_are_made_when_none_are_given():
             ("conformance", "--impl", "ddtree_numba", "--only", "positions/x"),
             "--only: got 'positions/x', needs a pattern",
         ),
-        (("conformance", "--impl", "ddtree_numba", "--json", "/nowhere/x"), "--json: got '/nowhere/x', needs a file"),
+        (("conformance", "--impl", "ddtree_numba", "--json", "/nowhere/x"), "--json: got /nowhere/x (No such file"),
         (("vectors", "write", "/dev/null"), "DIR: got /dev/null, which is not empty"),
         (("vectors", "write", "/dev/null/x"), "DIR: got /dev/null/x (File exists), needs a folder"),
         (("vectors", "write", "x", "--seed", "-1"), "--seed: got -1, needs a whole number"),
