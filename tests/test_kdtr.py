@@ -175,64 +175,76 @@ def record(name=b"x", offset=64, size=12, crc=0, code=0, bits=32, shape=(3,), ze
 
 
 HOSTILE_TABLES = {
-    "overlap": [record(b"a"), record(b"b", offset=64)],
-    "entry in the header": [record(offset=0)],
-    "entry not aligned": [record(offset=68)],
-    "entry after a gap": [record(offset=128)],
-    "huge offset": [record(offset=2**63)],
-    "offset that wraps": [record(offset=2**64 - 64)],
-    "huge size": [record(size=2**62, shape=(2**60,))],
-    "size that wraps": [record(size=2**64 - 4, shape=(2**62 - 1,))],
-    "shape whose product wraps to the size": [record(size=0, shape=(2**32, 2**32))],
-    "zero shape beyond any address": [record(size=0, shape=(2**62, 2**62, 0))],
-    "shape without size": [record(size=12, shape=(4,))],
-    "unknown dtype": [record(code=5, bits=64)],
-    "three bytes a number": [record(bits=24)],
-    "33 axes": [record(size=4, shape=(1,) * 33)],
-    "more axes than bytes": [record(axes=32)],
-    "no name": [record(name=b"")],
-    "name of 2000 bytes": [record(name=b"x" * 2000)],
-    "name that is not UTF-8": [record(name=b"\xff\xfe")],
-    "NUL in a name": [record(name=b"a\0b")],
-    "two of one name": [record(), record(offset=128, size=0, shape=(0,))],
-    "reserved bytes used": [record(zero=1)],
-    "bytes after the last": [record(), b"\0" * 8],
-    "half a record": [record()[:20]],
+    "overlap": ("begins at 64, needs 128", [record(b"a"), record(b"b", offset=64)]),
+    "entry in the header": ("begins at 0, needs 64", [record(offset=0)]),
+    "entry not aligned": ("begins at 68, needs 64", [record(offset=68)]),
+    "entry after a gap": ("begins at 128, needs 64", [record(offset=128)]),
+    "huge offset": ("begins at 9223372036854775808", [record(offset=2**63)]),
+    "offset that wraps": ("begins at 18446744073709551552", [record(offset=2**64 - 64)]),
+    "huge size": ("goes past the arrays' end", [record(size=2**62, shape=(2**60,))]),
+    "size that wraps": ("too large a shape", [record(size=2**64 - 4, shape=(2**62 - 1,))]),
+    "shape whose product wraps to the size": ("too large a shape", [record(size=0, shape=(2**32, 2**32))]),
+    "zero shape beyond any address": ("too large a shape", [record(size=0, shape=(2**62, 2**62, 0))]),
+    "shape without size": ("its shape needs others", [record(size=12, shape=(4,))]),
+    "unknown dtype": ("unknown dtype (5, 64)", [record(code=5, bits=64)]),
+    "three bytes a number": ("unknown dtype (0, 24)", [record(bits=24)]),
+    "33 axes": ("has 33 axes", [record(size=4, shape=(1,) * 33)]),
+    "more axes than bytes": ("the table ends inside entry 0", [record(axes=32)]),
+    "no name": ("a name of 0 bytes", [record(name=b"")]),
+    "name of 2000 bytes": ("a name of 2000 bytes", [record(name=b"x" * 2000)]),
+    "name that is not UTF-8": ("a name that is no text", [record(name=b"\xff\xfe")]),
+    "NUL in a name": ("a name that is no text", [record(name=b"a\0b")]),
+    "two of one name": ("has two entries 'x'", [record(), record(offset=128, size=0, shape=(0,))]),
+    "reserved bytes used": ("bytes that must be zero", [record(zero=1)]),
+    "bytes after the last": ("longer than its entries", [record(), b"\0" * 8]),
+    "half a record": ("the table ends inside entry 0", [record()[:20]]),
+    "padding of a name used": ("bytes that must be zero", [record()[:-1] + b"\1"]),
 }
 
 
 @pytest.mark.parametrize("what", HOSTILE_TABLES)
 def test_tables_made_in_bad_faith(tmp_path, what):
     content = small_file(tmp_path)
-    records = HOSTILE_TABLES[what]
-    table = b"".join(records)
-    refused(tmp_path / "bad", resealed(content, table=table, count=len([r for r in records if len(r) > 16])))
+    fault, records = HOSTILE_TABLES[what]
+    table, count = b"".join(records), len([r for r in records if len(r) > 16])
+    assert fault in refused(tmp_path / "bad", resealed(content, table=table, count=count))
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "fault"),
     [
-        {"count": 0},
-        {"count": 4},
-        {"count": 2**32 - 1},
-        {"size": 2**63},
-        {"table_at": 2**64 - 64},
-        {"table_size": 2**64 - 1},
-        {"text_at": 2**64 - 64},
-        {"text_at": 0},
-        {"text_size": 2**64 - 1},
-        {"text_size": 0},
-        {"table_at": 64, "table_size": 2**40},
+        ({"count": 0}, "longer than its entries"),
+        ({"count": 0, "table": b""}, "bytes that no entry has"),
+        ({"count": 4}, "the table ends inside entry 3"),
+        ({"count": 2**32 - 1}, "has 4294967295 entries"),
+        ({"size": 2**63}, "its header says 9223372036854775808"),
+        ({"table_at": 2**64 - 64}, "do not follow"),
+        ({"table_size": 2**64 - 1}, "do not follow"),
+        ({"text_at": 2**64 - 64}, "do not follow"),
+        ({"text_at": 0}, "do not follow"),
+        ({"text_size": 2**64 - 1}, "bytes of metadata"),
+        ({"text_size": 0}, "do not follow"),
+        ({"table_at": 64, "table_size": 2**40}, "do not follow"),
     ],
 )
-def test_headers_made_in_bad_faith(tmp_path, fields):
-    refused(tmp_path / "bad", resealed(small_file(tmp_path), **fields))
+def test_headers_made_in_bad_faith(tmp_path, fields, fault):
+    assert fault in refused(tmp_path / "bad", resealed(small_file(tmp_path), **fields))
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"[]", b"{", b'{"a":NaN}', b'{"a":' + b"9" * 5000 + b"}", b"\xff{}", b"[" * 100_000, b'{"a":' * 50_000],
-    ids=["empty", "list", "half", "nan", "digits", "latin", "lists", "objects"],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"a":NaN}',
+        b'{"a":' + b"9" * 5000 + b"}",
+        b'{"a":' + b"9" * 21 + b"}",
+        b"\xff{}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+    ],
+    ids=["empty", "list", "half", "nan", "digits", "21 digits", "latin", "lists", "objects"],
 )
 def test_metadata_made_in_bad_faith(tmp_path, text):
     assert "metadata" in refused(tmp_path / "bad", resealed(small_file(tmp_path), text=text))
