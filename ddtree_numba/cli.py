@@ -27,6 +27,7 @@ from rich.text import Text
 from ddtree_numba import __version__
 from ddtree_numba.backend import BACKEND, describe
 from ddtree_numba.benchmark.command import bench
+from ddtree_numba.cli_conformance import add_conformance
 from ddtree_numba.docs_site import docs
 from ddtree_numba.draft_tree import MAX_BUDGET
 from ddtree_numba.engine.arithmetic import MissingCuPyError, arithmetic_of
@@ -520,6 +521,9 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield "model", f"none ({error})"
     else:
         yield "model", f"{pair.name}, context {pair.context} tokens, in {DEFAULT_MODEL}"
+
+
+add_conformance(app)
 
 
 @app.callback(invoke_without_command=True)

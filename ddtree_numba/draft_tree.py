@@ -232,24 +232,31 @@ def _check_bits(tree: DraftTree, count: int) -> None:
 
 
 def random_tree(
-    rng: np.random.Generator,
+    rng: Any,
     batch: int,
     budget: int,
     *,
     vocab: int = 1000,
     max_depth: int = 64,
     node_counts: Any = None,
+    degree: int | None = None,
+    ties: float = 0.0,
 ) -> DraftTree:
     """Return a batch of random valid trees (NumPy arrays, see `DraftTree`), bits filled, sizes ragged.
 
-    `rng` seeds it; `batch` is B and N = `budget` + 1; `vocab` bounds the token ids (siblings differ, so a node has at
-    most `vocab` children), `max_depth` the edges from the root; `node_counts` [B] fixes the sizes, 1..budget + 1 each,
-    else they are drawn. The shapes range from chains to stars.
+    `rng` (a `numpy.random.Generator`, or a `StableRandom`) seeds it; `batch` is B and N = `budget` + 1; `vocab` bounds
+    the token ids; siblings differ, so a node has at most `vocab` children, and at most `degree`; `max_depth` bounds the
+    edges from the root. `node_counts` [B] fixes the sizes, 1..budget + 1 each, else they are drawn. With probability
+    `ties` a node is as probable as its earlier sibling, or, without one, as its parent. The shapes range from chains to
+    stars.
 
     Raises `ValueError` for a number out of range, and where no such tree exists; `TypeError` for what is no number.
     """
     tree = empty_tree(batch, budget)
     vocab = check_integer("vocab", vocab, 1, 2**31 - 1)
+    width = vocab if degree is None else min(vocab, check_integer("degree", degree, 1, 2**31 - 1))
+    if not 0 <= ties <= 1:
+        raise ValueError(f"ties: got {ties}, needs a probability from 0 to 1")
     if node_counts is None:
         node_counts = rng.integers(1, budget + 2, size=batch)
     if len(node_counts) != batch:
@@ -258,12 +265,14 @@ def random_tree(
         count = check_integer(f"node_counts[{request}]", count, 1, budget + 1)
         # A small spread always extends the newest nodes (chains), a large one any node (stars and bushes).
         spread = int(count ** rng.random())
-        _grow(rng, DraftTree(*(field[request] for field in tree)), count, spread, vocab, max_depth)
+        _grow(rng, DraftTree(*(field[request] for field in tree)), count, spread, vocab, max_depth, width, ties)
         tree.node_count[request] = count
     return tree
 
 
-def _grow(rng: np.random.Generator, tree: DraftTree, count: int, spread: int, vocab: int, max_depth: int) -> None:
+def _grow(
+    rng: Any, tree: DraftTree, count: int, spread: int, vocab: int, max_depth: int, width: int, ties: float
+) -> None:
     """Fill one request's arrays in place."""
     children: list[list[int]] = [[] for _ in range(count)]
     tree.token_ids[0], tree.log_probs[0] = rng.integers(vocab), 0.0
@@ -271,7 +280,8 @@ def _grow(rng: np.random.Generator, tree: DraftTree, count: int, spread: int, vo
     able = [0] if max_depth > 0 else []  # slots that may have one more child, oldest first
     for slot in range(1, count):
         if not able:
-            raise ValueError(f"node_counts: no tree of {slot + 1} nodes has vocab={vocab} and max_depth={max_depth}")
+            limits = f"vocab={vocab} and max_depth={max_depth}" + (f" and degree={width}" if width < vocab else "")
+            raise ValueError(f"node_counts: no tree of {slot + 1} nodes has {limits}")
         parent = able[-int(rng.integers(1, min(spread, len(able)) + 1))]
         siblings = children[parent]
         taken = {int(tree.token_ids[s]) for s in siblings}
@@ -281,13 +291,14 @@ def _grow(rng: np.random.Generator, tree: DraftTree, count: int, spread: int, vo
         ceiling = tree.log_probs[siblings[-1]] if siblings else tree.log_probs[parent]
         tree.token_ids[slot], tree.parents[slot] = token, parent
         tree.depths[slot] = tree.depths[parent] + 1
-        tree.log_probs[slot] = ceiling - rng.exponential()
+        tied = ties > 0 and rng.random() < ties
+        tree.log_probs[slot] = ceiling if tied else ceiling - rng.exponential()
         if siblings:
             tree.next_sibling[siblings[-1]] = slot
         else:
             tree.first_child[parent] = slot
         siblings.append(slot)
-        if len(siblings) == vocab:
+        if len(siblings) == width:
             able.remove(parent)
         if tree.depths[slot] < max_depth:
             able.append(slot)

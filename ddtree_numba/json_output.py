@@ -1,4 +1,4 @@
-"""JSON of a command, to a file or standard output, whole or not at all."""
+"""What a command writes, JSON above all, to a file or standard output, whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddtree_numba.refusal import RefusedError
 
-__all__ = ["JsonOutput"]
+__all__ = ["JsonOutput", "TextOutput"]
+
+_Self = TypeVar("_Self", bound="TextOutput")
 
 
-class JsonOutput(contextlib.AbstractContextManager["JsonOutput"]):
-    """Writes JSON to a file or standard output, whole or not at all; refuses a path it can't write at once."""
+class TextOutput:
+    """Writes a text to a file or standard output, whole or not at all; refuses a path it can't write at once."""
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
+    def __init__(self, path: str | None, option: str) -> None:
+        """Take the path that the user gave (``-`` is standard output, None is nowhere) and the option's name."""
+        self._path, self._option = path, option
         self._draft: str | None = None
 
-    def __enter__(self) -> JsonOutput:
+    def __enter__(self: _Self) -> _Self:
         if self._path is None or self._path == "-":
             return self
         with self._refusing():
@@ -44,7 +47,7 @@ class JsonOutput(contextlib.AbstractContextManager["JsonOutput"]):
             raise
         except OSError as error:
             got = f"{self._path or repr(self._path)} ({error.strerror})"
-            raise RefusedError("--json", got, "a file that can be written") from None
+            raise RefusedError(self._option, got, "a file that can be written") from None
 
     @staticmethod
     def _needs_a_draft(path: str) -> bool:
@@ -57,14 +60,14 @@ class JsonOutput(contextlib.AbstractContextManager["JsonOutput"]):
             raise IsADirectoryError(21, "it is a folder")
         return stat.S_ISREG(mode)
 
-    def write(self, content: dict[str, Any]) -> None:
-        """Write `content` as indented JSON."""
+    def write_text(self, text: str) -> None:
+        """Write `text`, in UTF-8 to a file."""
         if self._path == "-":
-            sys.stdout.write(_json_text(content, sys.stdout.encoding))
+            sys.stdout.write(text)
             sys.stdout.flush()
         elif self._path is not None:
             with self._refusing():
-                self._write_file(_json_text(content, "utf-8"))
+                self._write_file(text)
 
     def _write_file(self, text: str) -> None:
         path = self._draft or self._path or ""
@@ -79,6 +82,17 @@ class JsonOutput(contextlib.AbstractContextManager["JsonOutput"]):
     def __exit__(self, *_: object) -> None:
         if self._draft is not None:
             os.unlink(self._draft)
+
+
+class JsonOutput(TextOutput):
+    """The same for JSON, and the option ``--json``."""
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__(path, "--json")
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Write `content` as indented JSON."""
+        self.write_text(_json_text(content, sys.stdout.encoding if self._path == "-" else "utf-8"))
 
 
 def _json_text(content: dict[str, Any], encoding: str) -> str:

@@ -27,8 +27,8 @@ from ddtree_numba.stages.top_candidates import VERSIONS as CANDIDATE_VERSIONS
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
 from ddtree_numba.stages.top_candidates.fused import make_workspace
 from ddtree_numba.stages.tree_attention import GPU_VERSIONS, VERSIONS, tree_attention, tree_attention_reference
+from ddtree_numba.synthetic import random_target_tokens
 from tests.helpers import assert_same, on_device, on_host
-from tests.target_tokens import random_target_tokens
 
 
 def candidates(rng: np.random.Generator) -> None:

@@ -10,8 +10,8 @@ import pytest
 from ddtree_numba.backend import cuda
 from ddtree_numba.draft_tree import STATUS_BROKEN_LINK, STATUS_OK, STATUS_TOO_DEEP, check_tree, empty_tree, random_tree
 from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk, accept_walk_reference
+from ddtree_numba.synthetic import random_target_tokens
 from tests.helpers import assert_same, on_device, on_host, poisoned_like
-from tests.target_tokens import random_target_tokens
 
 SGLANG = json.loads((Path(__file__).parent / "data" / "sglang_walks.json").read_text())
 

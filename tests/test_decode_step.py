@@ -12,8 +12,8 @@ from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, pos
 from ddtree_numba.stages.best_first_tree import build_tree_reference
 from ddtree_numba.stages.top_candidates import top_candidates_reference
 from ddtree_numba.stages.tree_attention import tree_attention, tree_attention_reference
+from ddtree_numba.synthetic import random_target_tokens
 from tests.helpers import assert_same, on_device, on_host, poisoned
-from tests.target_tokens import random_target_tokens
 
 VOCAB, DEPTHS, BUDGET, PAGE = 11, 4, 9, 4
 

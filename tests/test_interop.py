@@ -26,8 +26,8 @@ from ddtree_numba.interop.sglang.verify import INPUTS, OUTPUTS
 from ddtree_numba.stages.accept_walk import accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference
 from ddtree_numba.stages.tree_attention import tree_attention_reference
+from ddtree_numba.synthetic import random_target_tokens
 from tests.helpers import assert_same, on_device, on_host, poisoned
-from tests.target_tokens import random_target_tokens
 
 VECTORS = json.loads((Path(__file__).parent / "data" / "sglang_vectors.json").read_text())
 NAN = float("nan")

@@ -13,8 +13,8 @@ from ddtree_numba.stages.kv_commit import (
     commit_kv_reference,
     kv_words,
 )
+from ddtree_numba.synthetic import random_target_tokens
 from tests.helpers import on_device, poisoned
-from tests.target_tokens import random_target_tokens
 
 
 def launch_numpy(*arguments):

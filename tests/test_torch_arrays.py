@@ -16,7 +16,7 @@ from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
 from ddtree_numba.draft_tree import random_tree
 from ddtree_numba.interop import flashinfer, flashmla, ragged_mask, sglang, tensorrt_llm, visibility, vllm
-from tests.target_tokens import random_target_tokens
+from ddtree_numba.synthetic import random_target_tokens
 from tests.test_interop import VECTORS, verify_arguments
 
 pytestmark = pytest.mark.gpu
