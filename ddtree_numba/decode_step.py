@@ -149,6 +149,8 @@ class DecodeStep:
         if draft_length > 0 and best_candidates_version(self.k, vocab) == "fused":
             rows, multiprocessors = batch * draft_length, cuda.get_current_device().MULTIPROCESSOR_COUNT
             self._workspace = make_workspace(rows, segments_for(rows, vocab, multiprocessors))
+        if ON_GPU:
+            cuda.synchronize()  # a first draft may be launched on a stream that does not wait for Numba's
 
     def draft(self, logits: Any, root_tokens: Any, prefix_lengths: Any, stream: Any = None) -> tuple[DraftTree, Any]:
         """Return (tree, positions), the step's own buffers, as `DecodeStepReference.draft` defines them.
@@ -291,6 +293,7 @@ class DecodePlan:
         if ON_GPU:
             step._launch_draft(None, *draft_inputs)
             cuda.synchronize()
+        step._drafted = False  # that tree is nobody's
         self._draft = Recorded(lambda stream: step._launch_draft(stream, *draft_inputs))
         self._commit = Recorded(lambda stream: step._launch_commit(stream, *commit_inputs))
 

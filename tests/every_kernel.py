@@ -26,9 +26,21 @@ from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
 from ddtree_numba.stages.top_candidates import VERSIONS as CANDIDATE_VERSIONS
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
 from ddtree_numba.stages.top_candidates.fused import make_workspace
-from ddtree_numba.stages.tree_attention import GPU_VERSIONS, VERSIONS, tree_attention, tree_attention_reference
+from ddtree_numba.stages.tree_attention import (
+    GPU_VERSIONS,
+    VERSIONS,
+    hopper,
+    tensor_core,
+    tree_attention,
+    tree_attention_reference,
+)
 from ddtree_numba.synthetic import random_target_tokens
 from tests.helpers import assert_same, on_device, on_host
+
+RUNGS = (
+    (lambda: tensor_core.why_not_here(576, 512), tensor_core.launch_tensor_core),
+    (hopper.why_not_here, hopper.launch_hopper),
+)
 
 
 def candidates(rng: np.random.Generator) -> None:
@@ -82,6 +94,25 @@ def attention(rng: np.random.Generator) -> None:
                     got = tree_attention(*inputs, latent_width=latent, version=version)
                     for a, b in zip(got, expected, strict=True):  # weights are rounded to 16 bits
                         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-2)
+
+
+def long_prefixes(rng: np.random.Generator) -> None:
+    """Five tiles of 64 rows, so that every place of a kernel's ring of tiles is used again; whole and in two splits."""
+    if not ON_GPU:
+        return
+    tree = random_tree(rng, batch=1, budget=33)
+    pool = to_bfloat16(rng.normal(size=(22, 16, 576)).astype(np.float32))
+    q = to_bfloat16(rng.normal(size=(1, 34, 3, 576)).astype(np.float32))
+    table, prefix = rng.permutation(22)[None].astype(np.int32), np.array([300], np.int32)
+    inputs = (q, pool, table, prefix, tree.ancestor_bits, tree.node_count)
+    expected = tree_attention_reference(*inputs, 576**-0.5, latent_width=512)
+    launchers = [launch for why_not, launch in RUNGS if not why_not()]
+    for launch in launchers:
+        for splits in (1, 2):
+            got = on_device([np.full(array.shape, np.nan, np.float32) for array in expected])
+            launch(*on_device(inputs), np.float32(576**-0.5), np.int32(1), *got, stream=0, splits=splits)
+            for a, b in zip(on_host(got), expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-2)
 
 
 def walk_and_commit(rng: np.random.Generator) -> None:
@@ -159,7 +190,7 @@ def main() -> None:
     """Run all; an assertion that fails ends it."""
     print(describe(), flush=True)
     rng = np.random.default_rng()
-    for part in (candidates, trees, attention, walk_and_commit, whole_step, bridges):
+    for part in (candidates, trees, attention, long_prefixes, walk_and_commit, whole_step, bridges):
         part(rng)
         print(f"{part.__name__}: equal to the references", flush=True)
 

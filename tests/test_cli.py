@@ -221,12 +221,20 @@ def read_all(descriptor: int) -> str:
     return content.decode("utf-8", "replace")
 
 
+def hear_interrupts() -> None:
+    """Undo what a shell does to a job in its background, whose children ignore Ctrl-C as well."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_ctrl_c_ends_cleanly(folder, tmp_path):
     out = tmp_path / "out.json"
     # In the simulator a round takes long enough to be interrupted.
     options = ("--backend", BACKEND, "--budget", "60", "--model", str(folder), "--json", str(out))
     process = subprocess.Popen(
-        [*COMMAND, "generate", "def f(", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, "generate", "def f(", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=hear_interrupts,
     )
     line = process.stderr.readline()
     assert b"backend" in line
@@ -256,7 +264,8 @@ def test_ctrl_c_where_python_drops_exceptions():
         cli.main()
     """
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, timeout=120, preexec_fn=hear_interrupts)
     assert done.returncode == 130 and done.stderr == b"ddtree: stopped\n", done.stderr
     assert time.perf_counter() - start < 55
 

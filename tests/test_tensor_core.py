@@ -69,7 +69,7 @@ def merged(parts, part_lse):
         return out.astype(np.float32), (largest + np.log(total)).astype(np.float32)
 
 
-def emulated(monkeypatch, rng, tiling, batch, splits=1):
+def emulated(monkeypatch, rng, tiling, batch, splits=1, may_be_nan=False):
     """Run the kernel's source over poisoned outputs; return (out, lse) as `tree_attention` does."""
     emulator = Emulator(rng)
     for module in (tensor_core, hopper):
@@ -89,7 +89,7 @@ def emulated(monkeypatch, rng, tiling, batch, splits=1):
     with np.errstate(over="ignore", invalid="ignore"):
         emulator.run(kernel, grid, tiling.threads, tiling.shared_bytes, *inputs, parts, part_lse)
     parts, part_lse = parts.reshape(splits, B, N, H, batch.latent_width), part_lse.reshape(splits, B, N, H)
-    assert not np.isnan(part_lse).any()
+    assert may_be_nan or not np.isnan(part_lse).any()
     return (parts[0], part_lse[0]) if splits == 1 else merged(parts, part_lse)
 
 
@@ -189,6 +189,52 @@ def test_emulated_page_outside_the_pool_is_not_seen(monkeypatch, rng, tiling):
     kept = np.delete(batch.block_table, 3, axis=1)
     shorter = batch._replace(block_table=kept, prefix_lengths=batch.prefix_lengths - 16)
     assert_close(shorter, (out, lse))
+
+
+def cut_short(batch, pages):
+    """The same batch with so few pages in its table that the prefix does not fit; and the reference of what is left."""
+    table = np.ascontiguousarray(batch.block_table[:, :pages])
+    rows = np.full_like(batch.prefix_lengths, pages * batch.kv_pool.shape[1])
+    nothing = np.zeros_like(batch.ancestor_bits)
+    whole = np.pad(table, ((0, 0), (0, 1)))  # room for the tree, of which nobody sees anything
+    kept = batch._replace(block_table=whole, prefix_lengths=rows, ancestor_bits=nothing)
+    return batch._replace(block_table=table), reference(kept)
+
+
+def assert_near(got, expected):
+    """A row that is seen and should not be has as much weight as others here, so these bounds need not be sharp."""
+    assert np.linalg.norm(got[0] - expected[0]) <= ROUNDING["bfloat16"] * np.linalg.norm(expected[0])
+    np.testing.assert_allclose(got[1], expected[1], atol=1e-4)
+
+
+@each(ONE_GROUP, HOPPER)
+def test_emulated_rows_past_a_short_table_are_not_seen(monkeypatch, rng, tiling):
+    """The table ends inside a tile, and the prefix behind it."""
+    batch, expected = cut_short(batch_for(rng, tiling, [200], [3], heads=1, slots=3, scale=0.01), 5)
+    assert_near(emulated(monkeypatch, rng, tiling, batch), expected)
+
+
+def with_a_broken_row(batch, rng, value):
+    """Five nodes, a root and four siblings, and a `value` in the latent row of the third."""
+    bits = np.zeros_like(batch.ancestor_bits)
+    bits[0, :5, 0] = [1, 3, 5, 9, 17]
+    pool, row, page_size = batch.kv_pool.copy(), int(batch.prefix_lengths[0]) + 3, batch.kv_pool.shape[1]
+    element = (batch.block_table[0, row // page_size], row % page_size, int(rng.integers(batch.latent_width)))
+    pool[element] = to_bfloat16(np.float32([value]))[0]
+    return batch._replace(ancestor_bits=bits), batch._replace(kv_pool=pool, ancestor_bits=bits)
+
+
+def assert_others_near(got, expected):
+    """All but node 3 are as if nothing was broken."""
+    assert_near(*([np.delete(array, 3, axis=1) for array in pair] for pair in (got, expected)))
+
+
+@each(ONE_GROUP, HOPPER)
+def test_emulated_a_broken_row_reaches_only_who_sees_it(monkeypatch, rng, tiling):
+    sound, broken = with_a_broken_row(batch_for(rng, tiling, [70], [5], heads=1, slots=5), rng, np.nan)
+    got = emulated(monkeypatch, rng, tiling, broken, may_be_nan=True)
+    assert not np.isfinite(got[0][0, 3]).any()
+    assert_others_near(got, reference(sound))
 
 
 # --------------------------------------------------------------------------------------------- choices and errors
@@ -419,3 +465,21 @@ def test_auto_uses_the_tensor_cores(rng):
     assert_close(batch, (out, lse))
     exact = tree_attention(*args, **keywords, version="split_kv")[0]
     assert not np.array_equal(out, exact)
+
+
+@pytest.mark.gpu
+@every_launcher
+def test_rows_past_a_short_table_are_not_seen(rng, launch):
+    skip_without(launch)
+    batch, expected = cut_short(batch_for(rng, KIMI, [200], [3], heads=2, slots=3, scale=0.01), 5)
+    assert_near(launched(launch, batch, 1), expected)
+
+
+@pytest.mark.gpu
+@every_launcher
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_broken_row_reaches_only_who_sees_it(rng, launch, value):
+    skip_without(launch)
+    for prefix in (0, 62, 70, 1000):
+        sound, broken = with_a_broken_row(batch_for(rng, KIMI, [prefix], [5], heads=3, slots=5), rng, value)
+        assert_others_near(launched(launch, broken, 1), reference(sound))

@@ -433,3 +433,14 @@ def test_gpu_any_block_size(rng, monkeypatch, threads):
     monkeypatch.setattr(first_rung, "block_threads", lambda gpu, simulator=8: threads)
     logits = random_logits(rng, (2, 5, 3001), step=0.25)
     assert_equals_reference(top_candidates(logits, 50, version="block_per_row"), logits, 50)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_probability_above_one(version):
+    """A sure drafter: beside the largest logit's 1 the rest of the sum is lost, and rounding must not take from it."""
+    for gap in range(5, 70, 3):
+        for top in (-17.375, 40.0, 3.0):
+            logits = np.full((1, 1, 1100), top - gap, np.float32)
+            logits[0, 0, 7] = top
+            log_probs, _ = top_candidates(logits, 2, version=version)
+            assert log_probs[0, 0, 0] <= 0, (top, gap, log_probs)

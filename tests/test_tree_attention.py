@@ -11,7 +11,14 @@ import pytest
 from ddtree_numba.backend import cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.draft_tree import DraftTree, mask_words, random_tree
-from ddtree_numba.stages.tree_attention import VERSIONS, shared_tile, tree_attention, tree_attention_reference
+from ddtree_numba.stages.tree_attention import (
+    GPU_VERSIONS,
+    VERSIONS,
+    hopper,
+    shared_tile,
+    tree_attention,
+    tree_attention_reference,
+)
 from tests.helpers import on_device, on_host, poisoned
 
 UNIT = 2.0**-24  # the largest relative error of one float32 rounding
@@ -458,7 +465,7 @@ def test_the_sum_of_weights_is_one(rng, version):
     np.testing.assert_allclose(out, 0.75, rtol=2 * (13 + 4) * UNIT)
 
 
-@every_version
+@pytest.mark.parametrize("version", [*VERSIONS, *(pytest.param(v, marks=pytest.mark.gpu) for v in GPU_VERSIONS)])
 def test_a_row_past_two_to_the_31_numbers(rng, version):
     """Row 3,728,271 of 576 numbers begins past 2**31: the address is 64-bit.
 
@@ -477,7 +484,15 @@ def test_a_row_past_two_to_the_31_numbers(rng, version):
     q = to_bfloat16(rng.standard_normal((1, 1, 1, width)).astype(np.float32))
     prefix, bits, count = np.array([2], np.int32), np.ones((1, 1, 1), np.uint32), np.array([1], np.int32)
     q_, table, prefix_, bits_, count_ = on_device((q, pages, prefix, bits, count))
+    if version == "hopper" and (fault := hopper.why_not_here()):
+        pytest.skip(fault)
     got = tree_attention(q_, pool, table, prefix_, bits_, count_, 0.04, latent_width=latent, version=version)
+    if version in GPU_VERSIONS:  # weights are rounded to 16 bits
+        seen = from_bfloat16(rows).astype(np.float64)
+        weights = np.exp(0.04 * (from_bfloat16(q[0, 0]).astype(np.float64) @ seen.T))
+        expected = weights @ seen[:, :latent] / weights.sum()
+        assert np.linalg.norm(on_host(got)[0][0, 0] - expected) <= 2.0**-8 * np.linalg.norm(expected)
+        return
     table, parents = np.arange(3, dtype=np.int32)[None], np.array([[-1]])
     assert_close(Batch(q, rows[:, None], table, prefix, bits, count, 0.04, latent, parents), on_host(got))
 

@@ -242,3 +242,10 @@ def test_a_file_that_is_no_vector_is_refused(tmp_path, arrays, metadata):
     write_kdtr(tmp_path / "x.kdtr", arrays, metadata)
     with pytest.raises(KdtrError, match="is no golden vector"):
         read_case(tmp_path / "x.kdtr")
+
+
+def test_cases_kept_in_a_list_are_what_they_were():
+    """Whoever keeps a case while the next ones are made still has its arrays."""
+    for case, kept in zip(all_cases(), list(all_cases()), strict=True):
+        for name, array in {**case.inputs, **case.expected}.items():
+            assert array.tobytes() == {**kept.inputs, **kept.expected}[name].tobytes(), (case.name, name)

@@ -110,7 +110,7 @@ if ON_GPU:
                 for n in range(32):
                     value[32 * i + n] = np.float32(i + n)
             left, down = descriptor(base, 0), descriptor(base + np.uint32(8192), 1)
-            wgmma.wgmma_fence()
+            wgmma.fence_values(value)
             for step in range(2):
                 value_from_shared(value, left + np.uint64(2 * step), down + np.uint64(128 * step), np.uint32(1))
             for step in range(2, 4):
@@ -129,7 +129,7 @@ if ON_GPU:
             mma.fence_async()
             cuda.syncthreads()
             right = descriptor(base + np.uint32(8192), 0)
-            wgmma.wgmma_fence()
+            wgmma.fence_scores(score)
             for step in range(2):
                 score_from_shared(score, left + np.uint64(2 * step), right + np.uint64(2 * step), np.uint32(step > 0))
             for step in range(2, 4):

@@ -17,11 +17,12 @@ from ddtree_numba.stages import best_first_tree, top_candidates, tree_attention
 __all__ = ["LADDERS", "PREDICTED_US", "Ladder", "what_changed"]
 
 PREDICTED_US: dict[tuple[str, str], float] = {
-    # Written down before a rung first ran at this size, from counted operations, bytes and clocks of an H200.
+    # Written down before a rung's present form first ran at this size, from counted operations, bytes and clocks of an
+    # H200; where an earlier form had run, from its profile.
     #
     # 960 rows of 163840: four passes of 2-byte loads at 1 TB/s, and 64 block-wide argmaxes of 3 us in two waves.
     ("top_candidates", "block_per_row"): 1600.0,
-    # One pass at 3.8 TB/s is 83 us, at half of the issue slots: scan 92, finish 6.
+    # One pass at 3.8 TB/s is 83 us, at half of the issue slots. (A form with two kernels took 271.)
     ("top_candidates", "fused"): 98.0,
     # 64 nodes x two loops over up to 64 slots x 30 clocks of one thread, and two more launches.
     ("best_first_tree", "one_thread"): 90.0,
@@ -38,7 +39,7 @@ PREDICTED_US: dict[tuple[str, str], float] = {
     # From the profile of a version whose two warpgroups copied for themselves, which took 570.
     ("tree_attention", "hopper"): 483.0,
 }
-"""Microseconds by (stage, rung), written down before the rung first ran at the size of its ladder."""
+"""Microseconds by (stage, rung), written down before the rung's present form ran at the size of its ladder."""
 
 
 class Ladder(NamedTuple):

@@ -580,7 +580,8 @@ def fused_kernel(dtype_name: str, several: bool) -> Any:
                 log_probs[row, rank] = -np.inf
                 token_ids[row, rank] = rank
             return
-        log_total = math.log(total)
+        # The largest logit's own term is 1; what `exp2` is off by must not make a sure token surer than that.
+        log_total = math.log(max(total, np.float64(1)))
         for place in range(thread, _PADDING, THREADS):
             found[opened + place] = np.uint64(0)
         cuda.syncthreads()  # the padding is there

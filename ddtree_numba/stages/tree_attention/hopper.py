@@ -21,14 +21,14 @@ so nobody waits for anybody else. The order above is what makes that work: with 
 of one tile waited for the scores of the next. Copying takes few registers and multiplying takes many, so the third
 warpgroup gives most of its own away (`setmaxnreg`).
 
-227 KB of shared memory hold Q (72 KB), two tiles (144 KB) and the weights of one. The other tile's weights take the
+The shared memory holds Q (74 KB), two tiles (147 KB) and the weights of one. The other tile's weights take the
 place of Q's rope columns, of which each warpgroup keeps its copy in 16 registers.
 
 What it buys, measured on an H200 (8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 478 us, 633 TFLOP/s, where
 `tensor_core` takes 961 and three operations of torch 1235. On the way: 725 us with `values 1` after `scores 2`; 570 us
 with each warpgroup copying for itself, which took a sixth of its time.
 
-What it costs: compute capability 9.0 and no other, rows of 512 + 64 and no others, and 226 KB of shared memory.
+What it costs: compute capability 9.0 and no other, rows of 512 + 64 and no others, and 231 KB of shared memory.
 """
 
 from __future__ import annotations
@@ -85,16 +85,19 @@ class HopperTiling(NamedTuple):
 def make_hopper_kernel(is_bfloat16: bool) -> Any:
     """Return `hopper_kernel` for one number format."""
     kind = "bf16" if is_bfloat16 else "f16"
+    EXPONENT = np.uint32(0x7F80 if is_bfloat16 else 0x7C00)  # all ones: infinity or NaN
+    EXPONENTS = np.uint32(int(EXPONENT) * 0x10001)
     pack = ptx.pack_bf16 if is_bfloat16 else ptx.pack_f16
     score_from_shared, score_from_registers = wgmma.score_from_shared[kind], wgmma.score_from_registers[kind]
     value_from_shared, value_from_registers = wgmma.value_from_shared[kind], wgmma.value_from_registers[kind]
-    wgmma_fence, wgmma_commit = wgmma.wgmma_fence, wgmma.wgmma_commit
+    fence_scores, fence_values, wgmma_commit = wgmma.fence_scores, wgmma.fence_values, wgmma.wgmma_commit
     more_registers, fewer_registers = wgmma.more_registers, wgmma.fewer_registers
     wait_for_scores, wait_for_values, copies_arrive = wgmma.wait_for_scores, wgmma.wait_for_values, wgmma.copies_arrive
     cp_async_16, cp_async_wait, exp2, ldmatrix_x4 = ptx.cp_async_16, ptx.cp_async_wait, ptx.exp2, ptx.ldmatrix_x4
     mbarrier_init, mbarrier_arrive, mbarrier_done = ptx.mbarrier_init, ptx.mbarrier_arrive, ptx.mbarrier_done
     named_barrier = ptx.named_barrier
     fence_async, shared_address, global_address = ptx.fence_async, ptx.shared_address, ptx.global_address
+    load_shared_4, store_shared_4 = ptx.load_shared_4, ptx.store_shared_4
     load_shared_float, store_shared, store_global_2 = ptx.load_shared_float, ptx.store_shared, ptx.store_global_2
     inline = cuda.jit(device=True, forceinline=True)
     swizzled, descriptor = inline(wgmma.swizzled), inline(wgmma.descriptor)
@@ -180,10 +183,33 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         return np.uint32(bits)
 
     @inline
+    def put_out_broken_rows(tile, thread):
+        """Write zeros over the values of keys that have a NaN or an infinity: 0 x NaN would reach who doesn't see them.
+
+        Who does see such a key has a score that is not finite either, and so has its weight. Two threads for a row.
+        """
+        row, half = thread >> 1, thread & 1
+        broken = np.uint32(0)
+        i = np.int32(0)
+        while i < 32:  # four words at a time; a loop that stays one, since few tiles need it
+            place = tile + np.uint32((4 * half + (i >> 3)) * BLOCK + swizzled(row, i & 7))
+            for word in load_shared_4(place):
+                bits = np.float32(word).view(np.uint32) & EXPONENTS
+                broken |= np.uint32((bits & np.uint32(0xFFFF)) == EXPONENT)
+                broken |= np.uint32((bits >> np.uint32(16)) == EXPONENT)
+            i += np.int32(1)
+        broken |= np.uint32(cuda.shfl_xor_sync(ALL_LANES, np.int32(broken), 1))
+        i = np.int32(0)
+        while i < 32 and broken != 0:
+            place = tile + np.uint32((4 * half + (i >> 3)) * BLOCK + swizzled(row, i & 7))
+            store_shared_4(place, np.float32(0), np.float32(0), np.float32(0), np.float32(0))
+            i += np.int32(1)
+
+    @inline
     def start_scores(scores, q, rope, tile):
         """Start the scores of a tile: 32 steps of 16 columns with Q in shared memory, and the rope's four."""
         a, b = descriptor(q, 0), descriptor(tile, 0)
-        wgmma_fence()
+        fence_scores(scores)
         for block in range(ROPE):
             for step in range(4):
                 offset = np.uint64(block * (BLOCK >> 4) + step * 2)
@@ -276,7 +302,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         missing_flag = freed + np.uint32(32)  # float32: 1 once a row in sight has no page
         if cuda.threadIdx.x == 0:
             for place in range(2):
-                mbarrier_init(complete + np.uint32(8 * place), 128)
+                mbarrier_init(complete + np.uint32(8 * place), 256)
                 mbarrier_init(freed + np.uint32(16 * place), 128)
                 mbarrier_init(freed + np.uint32(16 * place + 8), 128)
                 mbarrier_init(weighed + np.uint32(8 * place), 128)
@@ -315,7 +341,9 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                         wait(freed + np.uint32(16) * place + np.uint32(8 * half), phase_before)
                     copy_half(pool, row, tiles_shared + place * np.uint32(TILE), half, lane, thread)
                     turn += np.int32(1)
+                # A thread arrives twice: when its copies are there, and at once for what it has said of missing rows.
                 copies_arrive(complete + np.uint32(8) * place)
+                mbarrier_arrive(complete + np.uint32(8) * place)
                 t += np.int32(1)
             cp_async_wait()
             return
@@ -374,7 +402,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                         first_key = np.int32((first_tile + t) * KEYS)
                         for i in range(32):
                             scores[i] *= factor
-                        if first_key + KEYS > prefix or load_shared_float(missing_flag) != np.float32(0):
+                        if first_key + KEYS > min(prefix, end) or load_shared_float(missing_flag) != np.float32(0):
                             bits_0 = cuda.local.array(2, np.uint32)
                             bits_1 = cuda.local.array(2, np.uint32)
                             for word in range(2):
@@ -387,6 +415,12 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                                 bits_1[word] = found & visible(ancestor_bits, b, node_1, slot)
                             mask_row(scores, 0, bits_0, member)
                             mask_row(scores, 2, bits_1, member)
+
+                        if first_key + KEYS > prefix:  # rows of the tree, which not every node sees
+                            named_barrier(2 + group, 128)  # all four warps have their scores
+                            put_out_broken_rows(tile_shared, thread)
+                            fence_async()
+                            named_barrier(2 + group, 128)
 
                         # 3. Online softmax in base 2. A row lies in four lanes.
                         highest_0, highest_1 = scores[0], scores[2]
@@ -427,7 +461,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                         # 4. Its values, with the weights in registers.
                         if cuda.any_sync(ALL_LANES, x0 != np.float32(1) or x1 != np.float32(1)):
                             scale_accumulators(acc, x0, x1)
-                        wgmma_fence()
+                        fence_values(acc)
                         for step in range(4):
                             r = 4 * step
                             value_from_registers(
@@ -453,7 +487,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                         if cuda.any_sync(ALL_LANES, x0 != np.float32(1) or x1 != np.float32(1)):
                             scale_accumulators(acc, x0, x1)
                         a = descriptor(weights_1 if place else weights_0, 0)
-                        wgmma_fence()
+                        fence_values(acc)
                         for step in range(4):
                             value_from_shared(acc, a + np.uint64(2 * step), v + np.uint64(128 * step), np.uint32(1))
                         wgmma_commit()

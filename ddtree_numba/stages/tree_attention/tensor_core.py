@@ -24,7 +24,7 @@ chunk c of row r lies at place c ^ (r % 8), so that eight rows of one column of 
 banks.
 
 What it buys: 0.59 PFLOP/s of matrix products instead of 0.06 of multiply-adds. Of these, 0.31 were measured on an H200
-(8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 953 us, where three operations of torch took 1235.
+(8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 961 us, where three operations of torch took 1235.
 
 What it costs: 230 KB of shared memory and 255 registers a thread: one block for each multiprocessor, and nothing to
 hide a bubble behind.
@@ -188,6 +188,9 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
     HALF = 8 * PAIRS  # score registers of 16 rows; also weights of a lane that belong to half the keys, twice
     N_ACC, N_SCORES, N_WEIGHTS, N_VALUES, N_HELD = M_TILES * N_TILES * 4, 2 * HALF, HALF, 2 * N_TILES, max(1, 8 * HELD)
 
+    EXPONENT = np.uint32(0x7F80 if is_bfloat16 else 0x7C00)  # all ones: infinity or NaN
+    EXPONENTS = np.uint32(int(EXPONENT) * 0x10001)
+
     mma = ptx.mma_bf16 if is_bfloat16 else ptx.mma_f16
     pack = ptx.pack_bf16 if is_bfloat16 else ptx.pack_f16
     cp_async_16, cp_async_wait, exp2 = ptx.cp_async_16, ptx.cp_async_wait, ptx.exp2
@@ -332,6 +335,29 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
             weights[w + 1] = (y1 + z1) * factor
             weights[w + 2] = (y2 + z2) * factor
             weights[w + 3] = (y3 + z3) * factor
+
+    @inline
+    def put_out_broken_rows(tile, thread):
+        """Write zeros over the values of keys that have a NaN or an infinity: 0 x NaN would reach who doesn't see them.
+
+        Who does see such a key has a score that is not finite either, and so has its weight. Four threads for a row.
+        """
+        first = tile + np.uint32((thread >> 2) * ROW_BYTES + (thread & 3) * (LATENT // 2))
+        broken = np.uint32(0)
+        i = np.int32(0)
+        while i < LATENT // 32:  # 16 bytes at a time; a loop that stays one, since few tiles need it
+            for word in load_shared_4(first + np.uint32(16 * i)):
+                bits = np.float32(word).view(np.uint32) & EXPONENTS
+                broken |= np.uint32((bits & np.uint32(0xFFFF)) == EXPONENT)
+                broken |= np.uint32((bits >> np.uint32(16)) == EXPONENT)
+            i += np.int32(1)
+        broken |= np.uint32(cuda.shfl_xor_sync(ALL_LANES, np.int32(broken), 1))
+        broken |= np.uint32(cuda.shfl_xor_sync(ALL_LANES, np.int32(broken), 2))
+        i = np.int32(0)
+        while i < LATENT // 32 and broken != 0:
+            place = first + np.uint32(16 * i)
+            store_shared_4(place, np.float32(0), np.float32(0), np.float32(0), np.float32(0))
+            i += np.int32(1)
 
     @inline
     def row_maximum(weights):
@@ -520,7 +546,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
             receive_scores(weights, inbox, lane, factor)
 
             # 3. Mask, only where not every node sees every row: in the tree, past its end, and where a page is missing.
-            if (tile + 1) * KEYS > prefix or load_shared_float(missing_flag) != np.float32(0):
+            if (tile + 1) * KEYS > min(prefix, end) or load_shared_float(missing_flag) != np.float32(0):
                 for half in range(2):
                     first_key = tile * KEYS + (key_half ^ half) * (KEYS // 2)
                     bits = visible(ancestor_bits, b, my_node, first_key - prefix)
@@ -532,6 +558,10 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                         for e in range(2):
                             if (bits >> np.uint32(8 * n + e)) & np.uint32(1) == 0:
                                 weights[HALF // 2 * half + 2 * n + e] = NOTHING
+
+            if (tile + 1) * KEYS > prefix:  # rows of the tree, which not every node sees
+                cuda.syncthreads()  # all warps have their scores
+                put_out_broken_rows(tile_shared, np.int32(cuda.threadIdx.x))
 
             # 4. Online softmax of row my_row.
             highest = row_maximum(weights)
@@ -719,26 +749,35 @@ def _driver() -> Any:
     return importlib.import_module("cuda.bindings.driver")
 
 
-@functools.cache
 def shared_memory_per_block() -> int:
     """Return the most dynamic shared memory that a block of the current device may ask for."""
+    return _shared_memory_of(cuda.get_current_device().id)
+
+
+@functools.cache
+def _shared_memory_of(device: int) -> int:
     driver = _driver()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    error, value = driver.cuDeviceGetAttribute(attribute, cuda.get_current_device().id)
+    error, value = driver.cuDeviceGetAttribute(attribute, device)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"cuDeviceGetAttribute answers {error}")
     return int(value)
 
 
+_allowed: set[tuple[Any, Any, int]] = set()  # kernel, types of its arguments, device
+
+
 def _allow_shared_memory(kernel: Any, arguments: tuple[Any, ...], shared_bytes: int) -> None:
-    """Compile `kernel` for `arguments` if need be, and allow it more than the 48 KB that every kernel may have."""
-    driver = _driver()
+    """Compile `kernel` for `arguments` if need be, and allow it more than the 48 KB that every kernel may have here."""
     types = tuple(kernel.typeof_pyval(argument) for argument in arguments)
-    if types not in kernel.overloads:
-        kernel.compile(types)
-        handle = kernel.overloads[types]._codelibrary.get_cufunc().kernel.handle
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        device = cuda.get_current_device().id
-        (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuKernelSetAttribute answers {error} for {shared_bytes} bytes of shared memory")
+    device = cuda.get_current_device().id
+    if (kernel, types, device) in _allowed:
+        return
+    driver = _driver()
+    kernel.compile(types)
+    handle = kernel.overloads[types]._codelibrary.get_cufunc().kernel.handle
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, handle, device)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuKernelSetAttribute answers {error} for {shared_bytes} bytes of shared memory")
+    _allowed.add((kernel, types, device))

@@ -13,8 +13,8 @@ instruction where a block begins and how far it is to the next one (`descriptor`
 a row: "K-major", as Q is. For values the inner dimension is the keys and runs down the rows: "MN-major", which 16-bit
 formats may be, at the price of a bit in the instruction. So a tile that was copied once serves both products.
 
-*When.* The instructions run on by themselves. `wgmma_fence` before the first says that registers are ready,
-`wgmma_commit` closes a group, and until `wait_for_scores` or `wait_for_values` returns nobody may touch its
+*When.* The instructions run on by themselves. `fence_scores` or `fence_values` before the first says that registers
+are ready, `wgmma_commit` closes a group, and until `wait_for_scores` or `wait_for_values` returns nobody may touch its
 accumulators. Shared memory that threads have written becomes visible to the tensor cores by `fence_async`.
 
 Accumulators are those of `mma.sync`, 16 rows for each of the four warps: element e of lane l is row l / 4 + 8 (e / 2 %
@@ -36,6 +36,8 @@ __all__ = [
     "accumulator_layout",
     "copies_arrive",
     "descriptor",
+    "fence_scores",
+    "fence_values",
     "fewer_registers",
     "more_registers",
     "operand_model",
@@ -47,7 +49,6 @@ __all__ = [
     "wait_for_scores",
     "wait_for_values",
     "wgmma_commit",
-    "wgmma_fence",
 ]
 
 BLOCK_BYTES = 8192
@@ -198,17 +199,8 @@ if ON_GPU:
         )
     )
 
-    @intrinsic
-    def wgmma_fence(context):
-        """Let the products that follow see what this warp has put into registers. PTX: ``wgmma.fence``."""
-        return types.void(), _ptx("wgmma.fence.sync.aligned;", "~{memory}", ir.VoidType())
-
-    @intrinsic
-    def wgmma_commit(context):
-        """Close a group of products. PTX: ``wgmma.commit_group``."""
-        return types.void(), _ptx("wgmma.commit_group.sync.aligned;", "~{memory}", ir.VoidType())
-
-    def _wait(count: int) -> Any:
+    def _through(count: int, statement: str) -> Any:
+        """Return the code generator of a statement that `count` accumulators pass: no use of them is moved over it."""
         tied = ",".join(str(i) for i in range(count))
         constraints = ",".join(["=f"] * count) + f",{tied},~{{memory}}"
 
@@ -217,8 +209,7 @@ if ON_GPU:
             places = [builder.gep(data, [ir.Constant(_U32, i)]) for i in range(count)]
             inputs = [builder.load(place) for place in places]
             function = ir.FunctionType(ir.LiteralStructType([_F32] * count), [_F32] * count)
-            statement = ir.InlineAsm(function, "wgmma.wait_group.sync.aligned 0;", constraints, True)
-            value = builder.call(statement, inputs)
+            value = builder.call(ir.InlineAsm(function, statement, constraints, True), inputs)
             for i, place in enumerate(places):
                 builder.store(builder.extract_value(value, i), place)
             return context.get_dummy_value()
@@ -226,17 +217,32 @@ if ON_GPU:
         return generate
 
     @intrinsic
+    def fence_scores(context, c):
+        """Let the products that follow see what this warp has put into the 32 accumulators. PTX: ``wgmma.fence``."""
+        return types.void(c), _through(32, "wgmma.fence.sync.aligned;")
+
+    @intrinsic
+    def fence_values(context, c):
+        """As `fence_scores`, for 128 accumulators."""
+        return types.void(c), _through(128, "wgmma.fence.sync.aligned;")
+
+    @intrinsic
+    def wgmma_commit(context):
+        """Close a group of products. PTX: ``wgmma.commit_group``."""
+        return types.void(), _ptx("wgmma.commit_group.sync.aligned;", "~{memory}", ir.VoidType())
+
+    @intrinsic
     def wait_for_scores(context, c):
         """Wait until all products that this warp has started are done; `c`: the 32 accumulators.
 
         PTX: ``wgmma.wait_group 0``. The accumulators pass through the statement, so that no use is moved before it.
         """
-        return types.void(c), _wait(32)
+        return types.void(c), _through(32, "wgmma.wait_group.sync.aligned 0;")
 
     @intrinsic
     def wait_for_values(context, c):
         """As `wait_for_scores`, for 128 accumulators."""
-        return types.void(c), _wait(128)
+        return types.void(c), _through(128, "wgmma.wait_group.sync.aligned 0;")
 
     @intrinsic
     def copies_arrive(context, barrier):
@@ -268,5 +274,5 @@ else:
     score_from_shared = score_from_registers = value_from_shared = value_from_registers = dict.fromkeys(
         ("bf16", "f16"), _missing
     )
-    wgmma_fence = wgmma_commit = wait_for_scores = wait_for_values = copies_arrive = _missing
+    fence_scores = fence_values = wgmma_commit = wait_for_scores = wait_for_values = copies_arrive = _missing
     more_registers = fewer_registers = _missing
