@@ -11,7 +11,7 @@ import numpy as np
 from ddtree_numba.backend import ON_GPU, cuda, is_device_array
 from ddtree_numba.device_library import NumbaLibrary, as_device, library_of, scratch, stream_for
 
-__all__ = ["ArrayCheck", "Transfer", "check_integer", "describe_array", "dtype_of"]
+__all__ = ["ArrayCheck", "Transfer", "check_dtype", "check_integer", "describe_array", "dtype_of"]
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> int:
@@ -27,6 +27,23 @@ def check_integer(name: str, value: Any, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ValueError(f"{name}: got {int(value)}, {needs}")
     return int(value)
+
+
+def check_dtype(name: str, value: Any, dtypes: tuple[Any, ...], note: str = "") -> np.dtype:
+    """Return `value` as a NumPy dtype when it is one of `dtypes`; else raise `TypeError` naming it.
+
+    >>> check_dtype("dtype", "foo", (np.uint8, np.uint16))
+    Traceback (most recent call last):
+    TypeError: dtype: got 'foo', needs uint8 or uint16
+    """
+    needs = f"needs {' or '.join(str(np.dtype(d)) for d in dtypes)}{note}"
+    try:
+        dtype = None if value is None else np.dtype(value)  # NumPy takes None for float64
+    except (TypeError, ValueError, SyntaxError):
+        dtype = None
+    if dtype is None or dtype not in [np.dtype(d) for d in dtypes]:
+        raise TypeError(f"{name}: got {repr(value) if dtype is None else dtype}, {needs}")
+    return dtype
 
 
 class ArrayCheck:

@@ -29,7 +29,7 @@ from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
 from ddtree_numba.stages.kv_commit import advance_request, check_commit, commit_kv_reference, kv_words, launch_move
 from ddtree_numba.stages.top_candidates import best_version as best_candidates_version
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
-from ddtree_numba.stages.top_candidates.fused import make_workspace, segments_for
+from ddtree_numba.stages.top_candidates.fused import workspace_for
 
 __all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference", "walk_and_advance_kernel"]
 
@@ -147,8 +147,7 @@ class DecodeStep:
         self._drafted = False
         self._workspace = None
         if draft_length > 0 and best_candidates_version(self.k, vocab) == "fused":
-            rows, multiprocessors = batch * draft_length, cuda.get_current_device().MULTIPROCESSOR_COUNT
-            self._workspace = make_workspace(rows, segments_for(rows, vocab, multiprocessors))
+            self._workspace = workspace_for(batch * draft_length, vocab)
         if ON_GPU:
             cuda.synchronize()  # a first draft may be launched on a stream that does not wait for Numba's
 

@@ -26,15 +26,15 @@ class Recorded:
     def __init__(self, launches: Callable[[Any], None], stream: Any = None) -> None:
         """Record `launches`, on a stream of its own unless one of Numba's is given; nothing runs.
 
-        Give one to launches whose memory belongs to a stream, and keep it as long as the recording.
+        Give one to launches whose memory belongs to a stream. It lives as long as the recording.
         """
-        self._launches = launches
+        self._launches, self._stream = launches, stream
         self._graph = self._executable = None
         if ON_GPU:
             from cuda.bindings import driver
 
             self._driver = driver
-            stream = cuda.stream() if stream is None else stream
+            stream = self._stream = cuda.stream() if stream is None else stream
             handle, modes = int(stream), driver.CUstreamCaptureMode
             # Relaxed, and no clean-up: memory that Python frees meanwhile must not end the capture.
             with cuda.defer_cleanup():

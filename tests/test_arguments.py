@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
+from ddtree_numba.arguments import ArrayCheck, Transfer, check_dtype, check_integer
 from ddtree_numba.backend import ON_GPU, cuda, is_device_array
 from ddtree_numba.bfloat16 import bfloat16_to_float32, from_bfloat16, to_bfloat16
 from tests.helpers import poisoned
@@ -41,6 +41,14 @@ def test_a_wrong_array_is_named(array, error, message):
     with pytest.raises(error) as caught:
         ArrayCheck()("x", array, "B 3", (np.float32, np.float16))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", ["foo", None, 3.5, {"a": 1}, "(2)f", np.int64, "f8"])
+def test_a_wrong_dtype_is_named(value):
+    with pytest.raises(TypeError, match=r"dtype: got .*, needs uint8 or float32 here") as caught:
+        check_dtype("dtype", value, (np.uint8, np.float32), " here")
+    assert "\n" not in str(caught.value)
+    assert check_dtype("dtype", "uint8", (np.uint8, np.float32)) == np.uint8
 
 
 def test_the_first_array_fixes_a_dimension_for_the_rest():

@@ -308,6 +308,17 @@ def test_sglangs_newer_spelling_is_taken_too():
     assert count.tolist() == case["expected_asserted"]["accept_token_num"]
 
 
+@pytest.mark.parametrize("name", ["retrive_index", "retrive_next_token", "retrive_next_sibling"])
+def test_both_spellings_at_once_are_refused(name):
+    outputs, inputs = verify_arguments(VECTORS["verify_tree_greedy"][0])
+    named = {**dict(zip(OUTPUTS, outputs, strict=True)), **dict(zip(INPUTS, inputs, strict=True))}
+    newer = name.replace("retrive", "retrieve")
+    for call in (sglang.verify_tree_greedy, sglang.verify_tree_greedy_reference):
+        for both_spellings in ({**named, newer: named[name]}, {newer: named[name], **named}):
+            with pytest.raises(TypeError, match=f"{name}: got {name}= and {newer}= at once, needs one of them"):
+                call(**both_spellings)
+
+
 @pytest.mark.parametrize("columns", [1, 3, 12])
 def test_the_walk_is_stage_5s(rng, columns):
     """On whole trees it accepts what `accept_walk` accepts, at flat indices that need not be b * N + slot."""
@@ -432,35 +443,82 @@ def on_device_tree(tree, *others):
     return (on_device(tree), *on_device(others))
 
 
-@pytest.mark.parametrize(
-    ("first", "sibling"),
-    [
-        ([1, -1, -1], [-1, 2, 1]),  # siblings in a circle
-        ([1, 0, -1], [-1, -1, -1]),  # a child that is the root
-        ([3, -1, -1], [-1, -1, -1]),  # outside
-        ([2, -1, -1], [-1, -1, 1]),  # a smaller slot chained behind a larger one
-        ([1, 2, -1], [-1, 2, -1]),  # two parents
-        ([2, -1, -1], [-1, -1, -1]),  # a hole
-    ],
-)
-def test_links_that_are_no_tree_of_the_contract_are_refused(first, sibling):
-    links = [np.array([row], np.int64) for row in ([7, 8, 9], first, sibling)]
+NO_TREES = {  # tokens, first children, next siblings
+    "siblings in a circle": ([7, 8, 9], [1, -1, -1], [-1, 2, 1]),
+    "its own sibling": ([7, 8, 9], [1, -1, -1], [-1, 2, 2]),
+    "a child that is the root": ([7, 8, 9], [1, 0, -1], [-1, -1, -1]),
+    "a node below itself": ([7, 8, 9], [1, 1, -1], [-1, -1, -1]),
+    "a child outside": ([7, 8, 9], [3, -1, -1], [-1, -1, -1]),
+    "a sibling outside": ([7, 8, 9], [1, -1, -1], [-1, 3, -1]),
+    "a link beyond int32": ([7, 8, 9], [1, -1, 2**40], [-1, 2, -1]),
+    "a link below -1": ([7, 8, 9], [1, -1, -2], [-1, 2, -1]),
+    "a smaller slot chained behind a larger one": ([7, 8, 9], [2, -1, -1], [-1, -1, 1]),
+    "two parents": ([7, 8, 9], [1, 2, -1], [-1, 2, -1]),
+    "a shared child": ([9, 5, 7, 6], [1, 3, 3, -1], [-1, 2, -1, -1]),
+    "a shared end of two chains": ([9, 5, 7, 6, 4], [1, 3, 4, -1, -1], [-1, 2, -1, 4, -1]),
+    "a child that a hole claims too": ([9, 5, 7, 6], [1, -1, 3, -1], [-1, 3, -1, -1]),
+    "a hole": ([7, 8, 9], [2, -1, -1], [-1, -1, -1]),
+    "a sibling of the root": ([9, 5, 6], [1, -1, -1], [2, -1, -1]),
+    "a sibling of the root beside a tree": ([9, 5, 6], [1, -1, -1], [2, 2, -1]),
+    "siblings of one token": ([9, 5, 5], [1, -1, -1], [-1, 2, -1]),
+    "siblings of one token, apart": ([9, 5, 6, 7, 5], [1, -1, -1, -1, -1], [-1, 2, 3, 4, -1]),
+    "a negative token": ([9, -5, 5], [1, -1, -1], [-1, 2, -1]),
+    "a token beyond int32": ([9, 5, 2**31], [1, -1, -1], [-1, 2, -1]),
+    "a token far beyond int32": ([9, 5, 2**32 + 6], [1, -1, -1], [-1, 2, -1]),
+    "a root token beyond int32": ([2**40, 5, 6], [1, -1, -1], [-1, 2, -1]),
+    "an unused slot's token beyond int32": ([9, 5, 2**40], [1, -1, -1], [-1, -1, -1]),
+}
+
+
+def links_of(*rows):
+    return tuple(np.array([row], np.int64) for row in rows)
+
+
+@pytest.mark.parametrize("rows", NO_TREES.values(), ids=NO_TREES.keys())
+def test_links_that_are_no_tree_of_the_contract_are_refused(rows):
+    named = (
+        r"retrive_next_token, retrive_next_sibling: request 0, slot|candidates: got tokens .*, needs 0 to 2\*\*31 - 1"
+    )
     for call in (sglang.from_sglang, sglang.from_sglang_reference):
-        with pytest.raises(ValueError, match="retrive_next_token, retrive_next_sibling: request 0, slot"):
-            call(*links)
+        with pytest.raises(ValueError, match=named):
+            call(*links_of(*rows))
 
 
-def test_device_links_that_lead_nowhere_have_a_status(rng):
-    for first, sibling in (
-        ([1, 0, -1], [-1, -1, -1]),  # back to the root
-        ([1, 1, -1], [-1, -1, -1]),  # a node below itself
-        ([9, -1, -1], [-1, -1, -1]),  # outside
-        ([1, -1, -1], [-1, 2, 1]),  # siblings in a circle
-        ([1, -1, -1], [-1, 2, 2]),
-    ):
-        links = on_device(tuple(np.array([row], np.int64) for row in ([7, 8, 9], first, sibling)))
-        _, status = sglang.from_sglang(*links)
-        assert status.copy_to_host().tolist() == [STATUS_BROKEN_LINK]
+@pytest.mark.parametrize("rows", NO_TREES.values(), ids=NO_TREES.keys())
+def test_device_links_that_are_no_tree_have_a_status_and_their_neighbours_none(rows):
+    whole = list(range(len(rows[0]))), [*range(1, len(rows[0])), -1], [-1] * len(rows[0])
+    links = on_device(tuple(np.array([good, bad, good], np.int64) for good, bad in zip(whole, rows, strict=True)))
+    tree, status = sglang.from_sglang(*links)
+    assert status.copy_to_host().tolist() == [STATUS_OK, STATUS_BROKEN_LINK, STATUS_OK]
+    check_tree(DraftTree(*(field[::2].copy() for field in on_host(tree))))
+
+
+def test_links_and_their_refusals_are_the_same_on_host_and_device(rng):
+    """Random links, most of them no tree: the device's status says what the reference raises."""
+    seen = {STATUS_OK: 0, STATUS_BROKEN_LINK: 0}
+    for slots in (1, 2, 3, 4, 6):
+        for _ in range(60):
+            tree = random_tree(rng, 1, slots - 1, node_counts=[int(rng.integers(1, slots + 1))])
+            links = [tree.token_ids, tree.first_child, tree.next_sibling]
+            links = [field.astype(np.int64) for field in links]
+            for _ in range(rng.integers(0, 3)):
+                field = links[rng.integers(3)]
+                field[0, rng.integers(slots)] = rng.integers(-1, slots + 1)
+            try:
+                expected, expected_status = sglang.from_sglang_reference(*links)[0], STATUS_OK
+            except ValueError:
+                expected, expected_status = None, STATUS_BROKEN_LINK
+            got, status = sglang.from_sglang(*on_device(tuple(links)))
+            assert status.copy_to_host().tolist() == [expected_status], links
+            if expected is not None:
+                assert_same(on_host(got), expected)
+            seen[expected_status] += 1
+    assert min(seen.values()) > 50
+
+
+def test_links_of_unused_slots_may_be_anything():
+    links = links_of([9, 5, 6, 7, 8], [1, -1, 4, 4, 99], [-1, -1, 3, -7, -1])
+    both(from_sglang, from_sglang_reference, *links)
 
 
 # TensorRT-LLM, vLLM, FlashInfer, FlashMLA.
@@ -653,6 +711,10 @@ WRONG = [
     (sglang.pack_rows, (numbers(1, 17, 1, dtype=np.uint32), np.uint16), ValueError, "got 17 slots, needs at most 16"),
     (sglang.pack_rows, (numbers(1, 33, 2, dtype=np.uint32), np.uint32), ValueError, "got 33 slots, needs at most 32"),
     (sglang.pack_rows, (BITS, np.int64), TypeError, "dtype: got int64, needs uint8 or uint16 or uint32"),
+    (sglang.pack_rows, (BITS, "foo"), TypeError, "dtype: got 'foo', needs uint8 or uint16 or uint32"),
+    (visibility.additive_mask, (BITS, None, None, "foo"), TypeError, "dtype: got 'foo', needs float32 or float16 or"),
+    (visibility.additive_mask, (BITS, None, None, None), TypeError, "dtype: got None, needs float32 or float16 or"),
+    (visibility.additive_mask, (BITS, None, None, {"a": 1}), TypeError, "dtype: got {'a': 1}, needs float32 or"),
     (sglang.unpack_rows, (numbers(7, dtype=np.uint8), 3), ValueError, "rows: got 7 rows, needs a multiple of slots=3"),
     (
         sglang.from_sglang,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
 
 from ddtree_numba.backend import block_threads, cuda
+from ddtree_numba.launch_graph import Recorded
+from ddtree_numba.stages.tree_attention import split_kv
 from ddtree_numba.stages.tree_attention.split_kv import (
     MAX_SPLITS,
     choose_splits,
@@ -89,14 +93,42 @@ def test_choose_splits_fills_the_machine_and_keeps_splits_long():
         assert 1 <= choose_splits(1, tiles) <= max(1, tiles // 8)
 
 
-def test_buffers_are_kept_and_grow():
-    small = split_buffers(2, 3, 4, 0)
+@pytest.mark.parametrize("stream_of", [lambda: 0, cuda.stream], ids=["default", "own"])
+def test_buffers_are_kept_and_grow(stream_of):
+    stream = stream_of()
+    small = split_buffers(2, 3, 4, stream)
     assert small[0].shape == (24,) and small[1].shape == (6,)
-    large = split_buffers(50, 300, 4, 0)
+    large = split_buffers(50, 300, 4, stream)
     assert large[0].shape == (60000,) and large[1].shape == (15000,)
-    again = split_buffers(2, 3, 4, 0)
+    again = split_buffers(2, 3, 4, stream)
     again[0].copy_to_device(np.full(24, 3, np.float32))
     assert (large[0][:24].copy_to_host() == 3).all()
+
+
+def test_buffers_of_a_stream_stay_while_it_lives_and_go_with_it(monkeypatch):
+    made = []
+
+    def device_array(shape, dtype):
+        array = cuda.to_device(np.zeros(shape, dtype))
+        made.append((weakref.ref(array), shape))
+        return array
+
+    monkeypatch.setattr(split_kv.cuda, "device_array", device_array)
+    stream, other = cuda.stream(), cuda.stream()
+    for rows in (3, 4, 5, 6, 7, 100, 101, 3):
+        split_buffers(2, rows, 4, stream)
+    split_buffers(2, 3, 4, other)
+    sizes = [shape for _, shape in made]
+    assert sizes == [30, 60, 120, 1000, 2000, 30]  # each at least twice the one before; the other stream has its own
+    gc.collect()
+    assert all(array() is not None for array, _ in made)  # a recorded graph may use any of them
+    recorded = Recorded(lambda _: None, stream)
+    del stream
+    gc.collect()
+    assert all(array() is not None for array, _ in made)  # and a graph keeps its stream
+    del recorded
+    gc.collect()
+    assert [array() is None for array, _ in made] == [True] * 5 + [False]
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import ddtree_numba.stages.top_candidates.block_per_row as first_rung
 from ddtree_numba.backend import cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.stages.top_candidates import VERSIONS, best_version, top_candidates, top_candidates_reference
-from ddtree_numba.stages.top_candidates.fused import THREADS, make_workspace, segments_for
+from ddtree_numba.stages.top_candidates.fused import THREADS, make_workspace, segments_for, workspace_for
 from tests.helpers import on_device, on_host, poisoned, poisoned_like
 
 INF, NAN = float("inf"), float("nan")
@@ -287,6 +287,59 @@ def test_one_workspace_serves_one_launch_after_the_other(rng):
         got = top_candidates(logits, 4, version="fused", workspace=workspace)
         assert_equals_reference(got, logits, 4, "fused")
         assert workspace.arrived.copy_to_host().tolist() == [0, 0]
+
+
+def test_a_workspace_may_have_more_rows_than_needed(rng):
+    logits = random_logits(rng, (1, 2, 500), step=0.5)
+    for workspace in (make_workspace(5, 3), workspace_for(2, 500)):
+        got = top_candidates(logits, 4, version="fused", workspace=workspace)
+        assert_equals_reference(got, logits, 4, "fused")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda good: "x", TypeError, "workspace: got str, needs a Workspace"),
+        (tuple, TypeError, "workspace: got tuple, needs a Workspace"),
+        (lambda good: make_workspace(5, 2), ValueError, "workspace: got room for 5 rows, needs 6"),
+        (
+            lambda good: good._replace(keys=np.zeros((6, 256), np.uint64)),
+            TypeError,
+            "workspace.keys: got ndarray, needs a Numba device array",
+        ),
+        (
+            lambda good: good._replace(arrived=None),
+            TypeError,
+            "workspace.arrived: got NoneType, needs a Numba device array",
+        ),
+        (
+            lambda good: good._replace(keys=make_workspace(6, 1).keys),
+            ValueError,
+            "workspace.keys: got shape (6, 128), needs [R, 256] with R=6",
+        ),
+        (
+            lambda good: good._replace(largest=make_workspace(6, 1).largest),
+            ValueError,
+            "workspace.largest: got shape (6, 1), needs [R, S] with R=6, S=2",
+        ),
+        (
+            lambda good: good._replace(arrived=make_workspace(5, 2).arrived),
+            ValueError,
+            "workspace.arrived: got shape (5,), needs [R] with R=6",
+        ),
+        (
+            lambda good: good._replace(totals=good.largest),
+            TypeError,
+            "workspace.totals: got float32, needs float64",
+        ),
+    ],
+)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_workspace_that_does_not_serve_is_named(version, change, error, message):
+    """Of either rung: which one `auto` takes depends on the machine."""
+    with pytest.raises(error) as caught:
+        top_candidates(zeros(2, 3, 9), 2, version=version, workspace=change(make_workspace(6, 2)))
+    assert message in str(caught.value)
 
 
 def test_there_is_always_a_segment():

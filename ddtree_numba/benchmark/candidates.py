@@ -16,7 +16,7 @@ from ddtree_numba.benchmark.inputs import normal_bfloat16
 from ddtree_numba.benchmark.timing import sets_past_l2
 from ddtree_numba.launch_graph import Recorded
 from ddtree_numba.stages.top_candidates import best_version, top_candidates, top_candidates_reference
-from ddtree_numba.stages.top_candidates.fused import make_workspace, segments_for
+from ddtree_numba.stages.top_candidates.fused import workspace_for
 
 __all__ = ["TopCase"]
 
@@ -69,9 +69,7 @@ class _PreparedTop:
         self._out = [tuple(map(cuda.to_device, self._poison)) for _ in sets]
         self._workspace = None
         if best_version(c.k, c.vocab) == "fused":
-            rows = c.batch * c.depths
-            segments = segments_for(rows, c.vocab, cuda.get_current_device().MULTIPROCESSOR_COUNT)
-            self._workspace = make_workspace(rows, segments)
+            self._workspace = workspace_for(c.batch * c.depths, c.vocab)
 
     def check(self, version: str = "auto") -> float:
         """See `Prepared.check`."""

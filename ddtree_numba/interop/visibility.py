@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer, dtype_of
+from ddtree_numba.arguments import ArrayCheck, Transfer, check_dtype, check_integer, describe_array, dtype_of
 from ddtree_numba.backend import cuda
 from ddtree_numba.draft_tree import MAX_BUDGET, STATUS_BROKEN_LINK, STATUS_OK, mask_words
 from ddtree_numba.interop.launching import for_each, launch
@@ -140,8 +140,10 @@ def additive_mask(
     `dtype` is that of the result, or of `out` where one is given: float32, float16, or uint16 for bfloat16 (a bfloat16
     tensor will do).
     """
-    dtype = np.dtype(dtype) if out is None else dtype_of(out)
-    return _expand(ancestor_bits, prefix_lengths, keys, out, stream, _minus_infinity(dtype).dtype)
+    dtype = _check_float("dtype", dtype)
+    if out is not None:
+        dtype = _check_float("out (mask)", describe_array("out (mask)", out)[1])
+    return _expand(ancestor_bits, prefix_lengths, keys, out, stream, dtype)
 
 
 def _expand(bits: Any, prefix_lengths: Any, keys: int | None, out: Any, stream: Any, dtype: np.dtype) -> Any:
@@ -359,11 +361,13 @@ def links_from_bits(ancestor_bits: Any, node_count: Any, *, out: TreeLinks | Non
     return TreeLinks(*transfer.finish(*links))
 
 
+def _check_float(name: str, dtype: Any) -> np.dtype:
+    return check_dtype(name, dtype, _FLOATS, " (bfloat16)")
+
+
 def _minus_infinity(dtype: Any) -> Any:
     """Return -inf of an additive mask's dtype; `TypeError` for another."""
-    dtype = np.dtype(dtype)
-    if dtype not in [np.dtype(kind) for kind in _FLOATS]:
-        raise TypeError(f"dtype: got {dtype}, needs float32 or float16 or uint16 (bfloat16)")
+    dtype = _check_float("dtype", dtype)
     return np.uint16(_BFLOAT16_MINUS_INFINITY) if dtype == np.uint16 else dtype.type(-np.inf)
 
 

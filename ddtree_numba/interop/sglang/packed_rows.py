@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer
+from ddtree_numba.arguments import ArrayCheck, Transfer, check_dtype, check_integer
 from ddtree_numba.interop.launching import copy_words_kernel, for_each
 from ddtree_numba.interop.visibility import check_rows
 
@@ -57,9 +57,7 @@ def pack_rows(ancestor_bits: Any, dtype: Any = None, *, out: Any = None, stream:
 def _check_pack(bits: Any, dtype: Any) -> tuple[int, int, np.dtype]:
     batch, slots = check_rows(ArrayCheck(), bits)
     narrowest = row_dtype(slots)
-    dtype = narrowest if dtype is None else np.dtype(dtype)
-    if dtype not in [np.dtype(kind) for kind in _ROWS]:
-        raise TypeError(f"dtype: got {dtype}, needs uint8 or uint16 or uint32")
+    dtype = narrowest if dtype is None else check_dtype("dtype", dtype, _ROWS)
     if slots > 8 * dtype.itemsize:
         raise ValueError(f"N of ancestor_bits: got {slots} slots, needs at most {8 * dtype.itemsize} for {dtype}")
     return batch, slots, dtype

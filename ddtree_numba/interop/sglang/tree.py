@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+_MOST_TOKEN = 2**31 - 1  # tokens are int64 there, int32 here
+
+
 class TreeMaskMode(IntEnum):
     """Which `tree_mask` SGLang's attention backend wants; the numbers are its own."""
 
@@ -217,27 +220,25 @@ def from_sglang_kernel(candidates, next_token, next_sibling, tree, status):
 
     candidates, next_token, next_sibling (B, N int64).
     tree (DraftTree): all but ancestor_bits is written.
-    status (B int32): written, `STATUS_BROKEN_LINK` for a link that leads backwards, outside, or in a circle.
+    status (B int32): written, `STATUS_BROKEN_LINK` for all that `from_sglang_reference` refuses.
 
-    Launch: grid B, block of any size, no shared memory. A thread follows the children of its slots: in a tree every
-    node has one parent, so no two threads write the same place. A thread then counts the steps up to the root.
+    Launch: grid B, block of any size, no shared memory. A thread claims the children of its slots. Where links are no
+    tree two threads claim the same one: of atomic maxima one claim stays, and the loser finds that out when it looks
+    again behind the barrier. What counts is who is reached from the root: links of other slots may be anything.
     """
     b, slots = cuda.blockIdx.x, candidates.shape[1]
     if cuda.threadIdx.x == 0:
-        tree.node_count[b], status[b] = 1, STATUS_OK
+        tree.node_count[b] = 1
+        status[b] = STATUS_OK if next_sibling[b, 0] == -1 else STATUS_BROKEN_LINK
     for slot in range(cuda.threadIdx.x, slots, cuda.blockDim.x):
         tree.parents[b, slot] = -1
-    cuda.syncthreads()
+    cuda.syncthreads()  # nothing is claimed
     for slot in range(cuda.threadIdx.x, slots, cuda.blockDim.x):
-        child, steps = next_token[b, slot], 0
-        while child != -1:
-            if child <= slot or child >= slots or steps == slots:
-                status[b] = STATUS_BROKEN_LINK
-                break
-            tree.parents[b, child] = slot
-            child = next_sibling[b, child]
-            steps += 1
-    cuda.syncthreads()
+        previous, child = np.int64(slot), next_token[b, slot]
+        while previous < child < slots:  # siblings' slots rise: this ends
+            cuda.atomic.max(tree.parents, (b, child), slot)
+            previous, child = child, next_sibling[b, child]
+    cuda.syncthreads()  # all claims are made
     for slot in range(cuda.threadIdx.x, slots, cuda.blockDim.x):
         depth, above = 0, slot
         while above > 0 and tree.parents[b, above] >= 0:  # parents are smaller slots: this ends
@@ -245,16 +246,35 @@ def from_sglang_kernel(candidates, next_token, next_sibling, tree, status):
             depth += 1
         used = above == 0
         tree.depths[b, slot] = depth if used else 0
-        tree.token_ids[b, slot] = candidates[b, slot] if used else 0
-        tree.first_child[b, slot] = next_token[b, slot] if used else -1
-        tree.next_sibling[b, slot] = next_sibling[b, slot] if used else -1
+        fits = 0 <= candidates[b, slot] <= _MOST_TOKEN
+        tree.token_ids[b, slot] = candidates[b, slot] if used and fits else 0
+        tree.first_child[b, slot] = next_token[b, slot] if used and 0 < next_token[b, slot] < slots else -1
+        tree.next_sibling[b, slot] = next_sibling[b, slot] if used and 0 < next_sibling[b, slot] < slots else -1
         tree.log_probs[b, slot] = 0.0 if used else -np.inf
         if used:
             cuda.atomic.max(tree.node_count, b, slot + 1)
-    cuda.syncthreads()
-    for slot in range(1 + cuda.threadIdx.x, tree.node_count[b], cuda.blockDim.x):
-        if tree.parents[b, slot] < 0:
-            status[b] = STATUS_BROKEN_LINK  # a hole among the used slots
+        if not fits:
+            status[b] = STATUS_BROKEN_LINK  # all that write from here on write this
+    cuda.syncthreads()  # all know who is used
+    for slot in range(cuda.threadIdx.x, slots, cuda.blockDim.x):
+        if slot > 0 and tree.depths[b, slot] == 0:
+            if slot < tree.node_count[b]:
+                status[b] = STATUS_BROKEN_LINK  # a hole among the used slots
+            continue
+        previous, child = np.int64(slot), next_token[b, slot]
+        while previous < child < slots and tree.parents[b, child] == slot:
+            previous, child = child, next_sibling[b, child]
+        if child != -1:
+            status[b] = STATUS_BROKEN_LINK  # it leads backwards, outside or to another's child
+        previous, other = np.int64(slot), next_sibling[b, slot]
+        while previous < other < slots:
+            if candidates[b, other] == candidates[b, slot]:
+                status[b] = STATUS_BROKEN_LINK
+            previous, other = other, next_sibling[b, other]
+    cuda.syncthreads()  # all have looked at the claims
+    for slot in range(1 + cuda.threadIdx.x, slots, cuda.blockDim.x):
+        if tree.depths[b, slot] == 0:
+            tree.parents[b, slot] = -1  # claimed by a slot that is not used either
 
 
 def from_sglang(
@@ -265,8 +285,8 @@ def from_sglang(
     candidates, retrive_next_token, retrive_next_sibling (B, N int64): N up to 1025.
     stream: where to run.
 
-    NumPy links that are no tree raise `ValueError`. Device links can't be looked at: there the request's status says
-    so, and its tree is of no use.
+    NumPy links that are no tree raise `ValueError`, and so do tokens outside 0 to 2**31 - 1. Device arrays can't be
+    looked at: there the request's status says `STATUS_BROKEN_LINK`, and its tree is of no use.
     """
     batch, slots = _check_from(candidates, retrive_next_token, retrive_next_sibling)
     names = ("candidates", "retrive_next_token", "retrive_next_sibling")

@@ -25,7 +25,14 @@ def _either_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        return function(*args, **{name.replace("retrieve_", "retrive_"): value for name, value in named.items()})
+        spelled: dict[str, Any] = {}
+        for name, value in named.items():
+            ours = name.replace("retrieve_", "retrive_")
+            if ours in spelled:
+                newer = ours.replace("retrive_", "retrieve_")
+                raise TypeError(f"{ours}: got {ours}= and {newer}= at once, needs one of them")
+            spelled[ours] = value
+        return function(*args, **spelled)
 
     return call
 

@@ -21,7 +21,7 @@ import numpy as np
 from ddtree_numba.arguments import Transfer, check_integer
 from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.stages.top_candidates.block_per_row import launch_block_per_row, top_candidates_kernel
-from ddtree_numba.stages.top_candidates.fused import MAX_CANDIDATES, Workspace, launch_fused
+from ddtree_numba.stages.top_candidates.fused import MAX_CANDIDATES, Workspace, check_workspace, launch_fused
 from ddtree_numba.stages.top_candidates.reference import check_logits, top_candidates_reference
 
 __all__ = [
@@ -61,14 +61,15 @@ def top_candidates(
     A NumPy array is copied in and the results come back as NumPy; a device array stays on the device.
 
     `version` is a rung of `VERSIONS`, or "auto": `fused` on a GPU that has its instructions, for k up to 64 of 1024
-    tokens or more, else `block_per_row`. `workspace`, from `fused.make_workspace`, spares `fused` an allocation.
+    tokens or more, else `block_per_row`. `workspace`, from `fused.workspace_for` or `fused.make_workspace`, for B * L
+    rows or more, spares `fused` an allocation; the other rung has no use for it.
 
     Ids equal the reference's. The exponentials are float32: log-probabilities differ by at most
     ``2**-24 * (4 + ln(V) + 2 * |log_prob|)`` with `block_per_row`, ``2**-24 * (10 + 1.25 * ln(V) + 2 * |log_prob|)``
     with `fused`.
 
     Raises `TypeError` for what is no array or of another dtype, `ValueError` for a wrong shape or layout, a `k` below
-    1 (with `fused`: above 64) or an unknown version.
+    1 (with `fused`: above 64), an unknown version or a workspace that is too small.
     """
     batch, depths, vocab, candidates = check_logits(logits, k)
     if version == "auto":
@@ -79,6 +80,8 @@ def top_candidates(
         check_integer("k (version 'fused')", candidates, 1, MAX_CANDIDATES)
     if out is not None and not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(f"out: got {type(out).__name__}, needs a tuple (log_probs, token_ids)")
+    if workspace is not None:
+        check_workspace(workspace, batch * depths)
 
     transfer = Transfer(stream, {"logits": logits})
     shape = (batch, depths, candidates)

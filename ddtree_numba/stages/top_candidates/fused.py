@@ -38,13 +38,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ddtree_numba.arguments import ArrayCheck, check_integer
 from ddtree_numba.backend import ON_GPU, block_threads, cuda
 from ddtree_numba.block_reduce import SCRATCH_SIZE, block_max, block_sum
 from ddtree_numba.device_library import scratch
 from ddtree_numba.ptx import exp2, fence, fused_multiply_add, inlined, kernel_for, larger, warp_max, warp_min
 from ddtree_numba.stages.top_candidates.number_formats import VECTOR, number_format
 
-__all__ = ["MAX_CANDIDATES", "Workspace", "fused_kernel", "launch_fused", "make_workspace", "segments_for"]
+__all__ = [
+    "MAX_CANDIDATES",
+    "Workspace",
+    "check_workspace",
+    "fused_kernel",
+    "launch_fused",
+    "make_workspace",
+    "segments_for",
+    "workspace_for",
+]
 
 MAX_CANDIDATES = 64
 """The largest K."""
@@ -63,6 +73,7 @@ _FOUND_SIZE = _CAPACITY + _PADDING
 PUBLISHED = 128
 """Logits that a segment hands on, at most."""
 
+_MOST_SEGMENTS = 65535  # a grid's second axis
 _AT_ONCE = 16  # segments whose keys a block has on their way at once
 _AHEAD = _AT_ONCE * PUBLISHED // THREADS
 
@@ -113,6 +124,29 @@ def make_workspace(rows: int, segments: int, stream: Any = 0) -> Workspace:
         scratch((rows, segments), np.float64, stream),
         arrived,
     )
+
+
+def workspace_for(rows: int, vocab: int, stream: Any = 0) -> Workspace:
+    """Return buffers for `rows` rows of `vocab` logits, cut into as many segments as suit the current device."""
+    multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT if ON_GPU else 1
+    return make_workspace(rows, segments_for(rows, vocab, multiprocessors), stream)
+
+
+def check_workspace(workspace: Any, rows: int) -> None:
+    """Raise `TypeError` or `ValueError` naming the array when a caller's `workspace` does not serve `rows` rows."""
+    if not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace: got {type(workspace).__name__}, needs a Workspace, from fused.make_workspace")
+    for name, array in workspace._asdict().items():
+        if not hasattr(array, "copy_to_host"):
+            raise TypeError(f"workspace.{name}: got {type(array).__name__}, needs a Numba device array")
+    check = ArrayCheck()
+    held, segments = check("workspace.totals", workspace.totals, "R S", (np.float64,))
+    check("workspace.largest", workspace.largest, "R S", (np.float32,))
+    check("workspace.keys", workspace.keys, f"R {segments * PUBLISHED}", (np.uint64,))
+    check("workspace.arrived", workspace.arrived, "R", (np.uint32,))
+    if held < rows:
+        raise ValueError(f"workspace: got room for {held} rows, needs {rows}, one for each depth of each request")
+    check_integer("segments of workspace", segments, 1, _MOST_SEGMENTS)
 
 
 def segments_for(rows: int, vocab: int, multiprocessors: int) -> int:
@@ -602,8 +636,7 @@ def launch_fused(logits: Any, log_probs: Any, token_ids: Any, stream: Any, works
     batch, depths, vocab = logits.shape
     rows, k = batch * depths, log_probs.shape[2]
     if workspace is None:
-        multiprocessors = cuda.get_current_device().MULTIPROCESSOR_COUNT if ON_GPU else 1
-        workspace = make_workspace(rows, segments_for(rows, vocab, multiprocessors), stream)
+        workspace = workspace_for(rows, vocab, stream)
     name = np.dtype(logits.dtype).name
     if name == "float16" and ON_GPU:
         logits = logits.view(np.uint16)

@@ -323,25 +323,40 @@ def merge_splits_kernel(parts, part_lse, out, lse):
         lse[row] = largest + math.log(total) if total != np.float32(0) else _NOTHING
 
 
-_buffers: dict[tuple[int, int], Any] = {}
+_of_handles: dict[tuple[int, int], list[Any]] = {}
+_LAST_DEFAULT_HANDLE = 2  # handles 0, 1 and 2 are the default streams
 
 
 def split_buffers(splits: int, rows: int, latent_width: int, stream: Any) -> tuple[Any, Any]:
     """Return device memory (splits * rows * D_c,) and (splits * rows,) float32 for the parts of one launch.
 
-    It is kept for the next launch on the same stream, where it is free again: work on a stream runs in order. For a
-    stream of torch or CuPy it comes from their pool instead, which does the same and also during a capture. (A graph
-    captured with ours would go on using it after a larger launch had replaced it.)
+    It is kept for the next launch on the same stream, where it is free again: work on a stream runs in order. A stream
+    of Numba's holds it and lets it go when it goes itself; so keep the stream as long as a graph recorded on it. For a
+    stream of torch or CuPy it comes from their pool instead, which does the same and also during a capture.
     """
     numbers = splits * rows * (latent_width + 1)
     if has_library(stream):
         buffer = scratch(numbers, np.float32, stream)
-        return buffer[: splits * rows * latent_width], buffer[splits * rows * latent_width : numbers]
-    key = (cuda.get_current_device().id if ON_GPU else 0, int(stream.handle) if ON_GPU and stream else 0)
-    if key not in _buffers or _buffers[key].shape[0] < numbers:
-        _buffers[key] = cuda.device_array(numbers, np.float32)
-    buffer = _buffers[key]
+    else:
+        kept = _kept_for(stream)
+        if not kept or kept[-1].shape[0] < numbers:
+            # A graph recorded on this stream goes on using the one outgrown, so that stays. Each is twice as large as
+            # the one before: all of those are no more than the last.
+            kept.append(cuda.device_array(max(numbers, 2 * kept[-1].shape[0] if kept else 0), np.float32))
+        buffer = kept[-1]
     return buffer[: splits * rows * latent_width], buffer[splits * rows * latent_width : numbers]
+
+
+def _kept_for(stream: Any) -> list[Any]:
+    """Return the buffers that launches on `stream` have had, the largest last."""
+    handle = int(stream.handle) if ON_GPU and stream else 0
+    own = handle > _LAST_DEFAULT_HANDLE and not stream.external if ON_GPU else bool(stream)
+    if own:
+        return stream.__dict__.setdefault("split_buffers", [])
+    # A default stream lives as long as the process. Of another library's we know the handle alone, in an object made
+    # for one launch, and neither when the stream ends nor which graphs were captured on it: those stay for good. They
+    # are as many as the handles of such streams given with Numba's arrays, and a handle used anew finds its buffers.
+    return _of_handles.setdefault((cuda.get_current_device().id if ON_GPU else 0, handle), [])
 
 
 def launch_merge(parts: Any, part_lse: Any, splits: int, out: Any, lse: Any, stream: Any) -> None:
