@@ -315,18 +315,25 @@ def test_a_workspace_may_have_more_rows_than_needed(rng):
         (
             lambda good: good._replace(keys=make_workspace(6, 1).keys),
             ValueError,
-            "workspace.keys: got shape (6, 128), needs [R, 256] with R=6",
+            "workspace.keys: got shape (6, 128), needs (6, 256)",
         ),
         (
             lambda good: good._replace(largest=make_workspace(6, 1).largest),
             ValueError,
-            "workspace.largest: got shape (6, 1), needs [R, S] with R=6, S=2",
+            "workspace.largest: got shape (6, 1), needs (6, 2)",
         ),
         (
             lambda good: good._replace(arrived=make_workspace(5, 2).arrived),
             ValueError,
-            "workspace.arrived: got shape (5,), needs [R] with R=6",
+            "workspace.arrived: got shape (5,), needs (6,)",
         ),
+        (lambda good: good._replace(totals=good.arrived), TypeError, "workspace.totals: got uint32"),
+        (
+            lambda good: good._replace(totals=None),
+            TypeError,
+            "workspace.totals: got NoneType, needs a Numba device array",
+        ),
+        (lambda good: good._replace(totals=good.totals.reshape(12)), ValueError, "workspace.totals: got shape (12,)"),
         (
             lambda good: good._replace(totals=good.largest),
             TypeError,

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ddtree_numba.arguments import ArrayCheck, check_integer
+from ddtree_numba.arguments import check_integer
 from ddtree_numba.backend import ON_GPU, block_threads, cuda
 from ddtree_numba.block_reduce import SCRATCH_SIZE, block_max, block_sum
 from ddtree_numba.device_library import scratch
@@ -136,14 +136,23 @@ def check_workspace(workspace: Any, rows: int) -> None:
     """Raise `TypeError` or `ValueError` naming the array when a caller's `workspace` does not serve `rows` rows."""
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace: got {type(workspace).__name__}, needs a Workspace, from fused.make_workspace")
-    for name, array in workspace._asdict().items():
+    shape: tuple[int, ...] = getattr(workspace.totals, "shape", ())
+    held, segments = shape if len(shape) == 2 else (rows, 1)
+    needed = {
+        "totals": ((held, segments), np.float64),
+        "largest": ((held, segments), np.float32),
+        "keys": ((held, segments * PUBLISHED), np.uint64),
+        "arrived": ((held,), np.uint32),
+    }
+    # Not by `ArrayCheck`, which takes several times as long: this comes before every launch.
+    for name, (shape, dtype) in needed.items():
+        array = getattr(workspace, name)
         if not hasattr(array, "copy_to_host"):
             raise TypeError(f"workspace.{name}: got {type(array).__name__}, needs a Numba device array")
-    check = ArrayCheck()
-    held, segments = check("workspace.totals", workspace.totals, "R S", (np.float64,))
-    check("workspace.largest", workspace.largest, "R S", (np.float32,))
-    check("workspace.keys", workspace.keys, f"R {segments * PUBLISHED}", (np.uint64,))
-    check("workspace.arrived", workspace.arrived, "R", (np.uint32,))
+        if array.dtype != dtype:
+            raise TypeError(f"workspace.{name}: got {array.dtype}, needs {np.dtype(dtype)}")
+        if array.shape != shape:
+            raise ValueError(f"workspace.{name}: got shape {array.shape}, needs {shape}")
     if held < rows:
         raise ValueError(f"workspace: got room for {held} rows, needs {rows}, one for each depth of each request")
     check_integer("segments of workspace", segments, 1, _MOST_SEGMENTS)
