@@ -6,6 +6,7 @@ The packages behind them are imported when a command runs, so that the other com
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -84,7 +85,8 @@ def conformance(
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the outcome as JSON.", show_default=False)
     ] = None,
     junit: Annotated[
-        str | None, typer.Option("--junit", metavar="FILE", help="Write the outcome as JUnit XML.", show_default=False)
+        str | None,
+        typer.Option("--junit", metavar="FILE|-", help="Write the outcome as JUnit XML.", show_default=False),
     ] = None,
 ) -> None:
     """Check an implementation of the stages against the golden vectors.
@@ -97,14 +99,20 @@ def conformance(
     _check_seed(seed)
     if not 0 < timeout < 1e6:
         raise RefusedError("--timeout", timeout, "seconds above 0")
+    if json_file and junit and _place(json_file) == _place(junit):
+        raise RefusedError("--json, --junit", f"{junit} for both", "two places")
     with JsonOutput(json_file) as json_output, TextOutput(junit, "--junit") as junit_output:
         results = _checked(engine, vectors, seed, only, timeout)
         json_output.write(kit.as_json(results, name))
         junit_output.write_text(kit.as_junit(results, name))
-    out = _console() if json_file == "-" else Console(highlight=False, markup=False)
+    out = _console() if "-" in (json_file, junit) else Console(highlight=False, markup=False)
     out.print(kit.as_table(results, every))
     if code := kit.exit_code(results):
         raise typer.Exit(code)
+
+
+def _place(path: str) -> str:
+    return path if path == "-" else os.path.realpath(path)
 
 
 def _checked(engine: Any, vectors: Path | None, seed: int, only: str, timeout: float) -> list[Result]:

@@ -94,7 +94,9 @@ class KdtrWriter:
     """Writes a file array by array, in any amount: none of them has to fit into memory.
 
     The file appears under `path` when the ``with`` block ends, complete and on disk, and replaces what was there. When
-    the block raises, or the process dies, `path` is untouched.
+    the block raises, or the process dies, `path` is untouched. A writer writes one file: it has one ``with`` block.
+    What `KdtrFile` would refuse is refused here: an integer of more than 20 characters in the metadata, a bool array
+    with a byte other than 0 and 1.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -112,19 +114,25 @@ class KdtrWriter:
         self._end = _HEADER.size
         self._file: Any = None
         self._adding = False
+        self._entered = False
         self._draft = ""
 
     def __enter__(self) -> KdtrWriter:
         """Open a draft of the file, beside it."""
+        if self._entered:
+            raise ValueError(f"writer: got a second with block for {self._path}, needs a new KdtrWriter for each file")
+        self._entered = True
         _check_target(self._path)
         self._draft = os.path.join(os.path.dirname(self._path), f".kdtr-{secrets.token_hex(8)}.part")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        try:
+        with _naming(self._path):
             self._file = open(os.open(self._draft, flags, 0o666), "r+b", buffering=0)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._path) from None  # not of a name that nobody has given
         self._crc_thread = ThreadPoolExecutor(1, "kdtr-crc32")
-        self._pad_to(_HEADER.size, 0)
+        try:
+            self._pad_to(_HEADER.size, 0)
+        except BaseException:
+            self._drop()
+            raise
         return self
 
     def add(self, name: str, array: Any, *, dtype: str | None = None) -> None:
@@ -169,13 +177,16 @@ class KdtrWriter:
                 rows += chunk.shape[0] if chunk.ndim else 0
                 crc = self._write(data, crc)
                 size += data.nbytes
+            full = tuple(rows if length is None else length for length in shape)
+            if not _is_addressable(full, DTYPES[dtype_name][2].itemsize):
+                raise ValueError(f"{name!r}: got shape {list(full)}, needs one of less than 2**63 bytes")
         except BaseException:
-            self._file.seek(self._end)  # what came of the array is forgotten
-            self._file.truncate()
+            with _naming(self._path):
+                self._file.seek(self._end)  # what came of the array is forgotten
+                self._file.truncate()
             raise
         finally:
             self._adding = False
-        full = tuple(rows if length is None else length for length in shape)
         self._entries.append(KdtrEntry(name, dtype_name, full, offset, size, crc))
         self._names.add(name)
         self._end = offset + size
@@ -209,8 +220,9 @@ class KdtrWriter:
 
     def _write_all(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        while view.nbytes:
-            view = view[self._file.write(view) :]
+        with _naming(self._path):
+            while view.nbytes:
+                view = view[self._file.write(view) :]
 
     def _pad_to(self, offset: int, end: int) -> None:
         self._write_all(bytes(offset - end))
@@ -245,23 +257,37 @@ class KdtrWriter:
         """Put the finished file in its place, or drop the draft."""
         try:
             if kind is None:
-                self._finish()
-            self._close()
-            if kind is None:
-                os.replace(self._draft, self._path)
+                with _naming(self._path):
+                    self._finish()
+                    self._close()
+                    os.replace(self._draft, self._path)
                 self._draft = ""
                 _sync_folder(os.path.dirname(self._path))
         finally:
-            self._close()
-            if self._draft:
-                with contextlib.suppress(OSError):
-                    os.unlink(self._draft)
+            self._drop()
 
     def _close(self) -> None:
         if self._file is not None:
             self._crc_thread.shutdown()
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            file.close()
+
+    def _drop(self) -> None:
+        """Let go of the draft, where there still is one."""
+        with contextlib.suppress(OSError):
+            self._close()
+        if self._draft:
+            with contextlib.suppress(OSError):
+                os.unlink(self._draft)
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Have an `OSError` name the file, not its draft, whose name nobody has given."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _check_target(path: str) -> None:
@@ -295,8 +321,11 @@ def _file_bytes(name: str, array: np.ndarray, dtype: str | None) -> tuple[str, n
     in_file = DTYPES[stored][2]
     if array.dtype != in_file.newbyteorder("="):
         raise TypeError(f"{name!r}: got {array.dtype} as {stored}, needs {in_file.name}")
-    contiguous = np.ascontiguousarray(array, in_file)
-    return stored, contiguous.reshape(-1).view(np.uint8)
+    data = np.ascontiguousarray(array, in_file).reshape(-1).view(np.uint8)
+    # Not made 0 or 1: such bytes come from a view of something else, and what it was is lost.
+    if stored == "bool" and data.max(initial=0) > 1:
+        raise ValueError(f"{name!r}: got a bool with the byte {data.max()}, needs only 0 and 1")
+    return stored, data
 
 
 def _record_bytes(entry: KdtrEntry) -> bytes:
@@ -311,6 +340,10 @@ def _metadata_bytes(metadata: Mapping[str, Any] | None) -> bytes:
         text = json.dumps(dict(metadata or {}), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise type(error)(f"metadata: got {error}, needs what JSON can hold") from None
+    try:
+        _parsed(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"metadata: got {error}, needs what a reader takes") from None
     if len(text) > MAX_METADATA_BYTES:
         raise ValueError(f"metadata: got {len(text)} bytes of JSON, needs at most {MAX_METADATA_BYTES}")
     return text.encode()
@@ -326,7 +359,8 @@ def write_kdtr(
     """Write named arrays and `metadata` (a JSON object) to `path`, whole or not at all.
 
     `bfloat16` names the uint16 arrays that are bfloat16. Big-endian and strided arrays are converted. Raises
-    `TypeError` for a dtype that is not in `DTYPES`, `ValueError` for a bad name, `OSError` when the disk fails.
+    `TypeError` for a dtype that is not in `DTYPES`, `ValueError` for a bad name, a bool with a byte other than 0 and 1
+    and metadata that a reader would refuse, `OSError` when the disk fails.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -448,8 +482,7 @@ class KdtrFile(Mapping[str, np.ndarray]):
         self._require(zero == 0 and not any(self._map[name_end:after]), f"{where} has bytes that must be zero")
         name, dtype = encoded.decode(), _BY_CODE[code, bits]
         width = DTYPES[dtype][2].itemsize
-        # Axes of length 0 count as 1: NumPy, too, refuses a shape whose other axes are beyond any address.
-        self._require(math.prod(n or 1 for n in shape) * width <= _MAX_BYTES, f"entry {name!r} has too large a shape")
+        self._require(_is_addressable(shape, width), f"entry {name!r} has too large a shape")
         self._require(math.prod(shape) * width == size, f"entry {name!r} has {size} bytes, its shape needs others")
         return KdtrEntry(name, dtype, shape, offset, size, crc), after
 
@@ -458,7 +491,7 @@ class KdtrFile(Mapping[str, np.ndarray]):
         """The JSON block, read anew at every call. Raises `KdtrError` when it is no JSON object."""
         at, size = self._text
         try:
-            content = json.loads(self._mapped()[at : at + size].decode(), parse_int=_integer, parse_constant=_refuse)
+            content = _parsed(self._mapped()[at : at + size].decode())
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
@@ -568,10 +601,19 @@ def _is_utf8(encoded: bytes) -> bool:
     return True
 
 
+def _is_addressable(shape: tuple[int, ...], width: int) -> bool:
+    """Tell whether the bytes fit into 63 bits, axes of length 0 counted as 1: NumPy does, and refuses the others."""
+    return math.prod(length or 1 for length in shape) * width <= _MAX_BYTES
+
+
+def _parsed(text: str) -> Any:
+    return json.loads(text, parse_int=_integer, parse_constant=_refuse)
+
+
 def _integer(digits: str) -> int:
     """Refuse numbers that no other reader could hold, and whose conversion takes quadratic time."""
     if len(digits) > 20:
-        raise ValueError("an integer of more than 20 digits")
+        raise ValueError("an integer of more than 20 characters")
     return int(digits)
 
 

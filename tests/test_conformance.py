@@ -213,6 +213,14 @@ def test_an_engine_that_hangs_in_python_is_stopped():
     assert first.difference == "TimeoutError: ran for more than 0.3 seconds" and second.status == "passed"
 
 
+def test_a_helper_called_answer_makes_no_program():
+    class Helped(Right):
+        def answer(self, question: str) -> int:
+            return 42
+
+    assert statuses(check(Helped(), "positions/")) == {"passed"}
+
+
 def test_an_engine_that_changes_its_inputs_harms_nobody():
     class Careless(Right):
         def positions(self, depths, prefix_lengths):
@@ -291,6 +299,24 @@ def test_what_a_program_leaves_behind_is_ended(tmp_path):
     (result,) = run_program(f'sh -c "{script}" sh {{in}} {{out}}')
     assert result.status == "not supported" and time.perf_counter() - start < 10
     assert_gone(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="the system can't tell without reaping")
+@pytest.mark.parametrize(("script", "timeout"), [("exit 77", 20), ("sleep 300", 0.3)])
+def test_the_group_is_ended_before_its_number_is_free(monkeypatch, script, timeout):
+    """Once the program is reaped, another process may have its number, and be the one that is ended."""
+    ended, kill = [], os.killpg
+
+    def look(group: int, number: int) -> None:
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises when it is not our child any more
+        ended.append(group)
+        kill(group, number)
+
+    monkeypatch.setattr(os, "killpg", look)
+    (result,) = run_program(f"sh -c '{script}' {{in}} {{out}}", timeout=timeout)
+    assert len(ended) == 1 and result.difference == (
+        "" if timeout == 20 else "the program was stopped: it ran for more than 0.3 seconds"
+    )
 
 
 def assert_gone(process: int) -> None:
@@ -406,6 +432,12 @@ def test_the_command_and_its_exit_codes(tmp_path):
     assert done.returncode == 1 and "2 not supported" in done.stdout
 
 
+def test_junit_on_standard_output_stands_there_alone():
+    done = ddtree("conformance", "--impl", "ddtree_numba", "--only", "positions/*", "--junit", "-")
+    assert done.returncode == 0 and ElementTree.fromstring(done.stdout)[0].get("tests") == "2"
+    assert "2 passed" in done.stderr
+
+
 def test_vectors_are_made_when_none_are_given():
     done = ddtree("conformance", "--impl", "ddtree_numba", "--only", "positions/*", "--seed", 7)
     assert done.returncode == 0 and "2 passed" in done.stdout
@@ -424,6 +456,14 @@ def test_vectors_are_made_when_none_are_given():
             "--only: got 'positions/x', needs a pattern",
         ),
         (("conformance", "--impl", "ddtree_numba", "--json", "/nowhere/x"), "--json: got /nowhere/x (No such file"),
+        (
+            ("conformance", "--impl", "ddtree_numba", "--json", "/nowhere/x", "--junit", "/nowhere/./x"),
+            "--json, --junit: got /nowhere/./x for both, needs two places",
+        ),
+        (
+            ("conformance", "--impl", "ddtree_numba", "--only", "positions/*", "--json", "-", "--junit", "-"),
+            "--json, --junit: got - for both, needs two places",
+        ),
         (("vectors", "write", "/dev/null"), "DIR: got /dev/null, which is not empty"),
         (("vectors", "write", "/dev/null/x"), "DIR: got /dev/null/x (File exists), needs a folder"),
         (("vectors", "write", "x", "--seed", "-1"), "--seed: got -1, needs a whole number"),

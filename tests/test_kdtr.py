@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import resource
 import signal
@@ -380,20 +382,81 @@ def test_asking_for_a_name_reads_no_array(tmp_path):
         assert "x" in file and "y" not in file and len(file) == 1
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path):
+@contextlib.contextmanager
+def disk_of(size: int):
     """The system's limit on a file's size stands in for the disk's end."""
-    content = small_file(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-        with pytest.raises(OSError):
-            write_kdtr(tmp_path / "small.kdtr", {"x": np.zeros(1_000_000)})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert (tmp_path / "small.kdtr").read_bytes() == content
-    assert os.listdir(tmp_path) == ["small.kdtr"]
+
+
+@pytest.mark.parametrize(
+    ("size", "when"), [(0, "the header"), (64, "an array"), (64 + 80_000, "what follows the arrays")]
+)
+def test_a_full_disk_leaves_nothing_behind(tmp_path, size, when):
+    """Neither draft nor open file, and the error names the file."""
+    content = small_file(tmp_path)
+    path = tmp_path / "small.kdtr"
+    writer = KdtrWriter(path)
+    with disk_of(size), pytest.raises(OSError) as caught, writer:
+        writer.add("x", np.zeros(10_000))
+    assert caught.value.filename == str(path) and caught.value.errno == errno.EFBIG, when
+    assert writer._file is None
+    assert path.read_bytes() == content and os.listdir(tmp_path) == ["small.kdtr"]
+
+
+def test_an_error_of_the_chunks_is_left_as_it_is(tmp_path):
+    def chunks():
+        yield np.zeros(3)
+        raise FileNotFoundError(2, "No such file or directory", "theirs")
+
+    with KdtrWriter(tmp_path / "a") as writer, pytest.raises(FileNotFoundError, match="'theirs'"):
+        writer.add_rows("x", chunks())
+
+
+def test_a_writer_has_one_with_block(tmp_path):
+    """Used again, it would write its old table over new bytes."""
+    writer = KdtrWriter(tmp_path / "a")
+    with writer:
+        writer.add("x", np.arange(100))
+    content = (tmp_path / "a").read_bytes()
+    with pytest.raises(ValueError, match=r"^writer: got a second with block for .*, needs a new KdtrWriter"), writer:
+        pass
+    nested = KdtrWriter(tmp_path / "b")
+    with pytest.raises(ValueError, match="a second with block"), nested, nested:
+        pass
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == content
+
+
+@pytest.mark.parametrize("number", [10**20, -(10**19), [{"x": 10**25}]])
+def test_metadata_that_a_reader_refuses_is_not_written(tmp_path, number):
+    with pytest.raises(ValueError, match=r"^metadata: got an integer of more than 20 characters, needs"):
+        write_kdtr(tmp_path / "a", {}, {"number": number})
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [10**20 - 1, -(10**19) + 1, 2**64 - 1, -(2**63), 1e300])
+def test_the_largest_numbers_of_metadata_come_back(tmp_path, number):
+    write_kdtr(tmp_path / "a", {}, {"number": number})
+    assert read_kdtr(tmp_path / "a")[1] == {"number": number}
+
+
+def test_arrays_that_a_reader_refuses_are_not_written(tmp_path):
+    odd = np.array([0, 1, 2], np.uint8).view(bool)
+    with KdtrWriter(tmp_path / "a") as writer:
+        for add in (lambda: writer.add("x", odd), lambda: writer.add_rows("x", [odd[:2], odd[2:]])):
+            with pytest.raises(ValueError, match=r"^'x': got a bool with the byte 2, needs only 0 and 1"):
+                add()
+        with pytest.raises(ValueError, match=r"^'x': got shape \[9223372036854775808, 0\], needs"):
+            writer.add_rows("x", [np.zeros((2**62, 0), np.int8)] * 2)
+        writer.add("x", odd[:2])
+        writer.add("none", odd[:0])
+    assert read_kdtr(tmp_path / "a")[0]["x"].tolist() == [False, True]
 
 
 def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):

@@ -34,6 +34,17 @@ def test_figures_of_the_cpu() -> None:
     assert f"{command['seconds']:.1f} s, {command['peak_megabytes']:.0f} MB" in row("`ddtree generate` of 200 tokens: ")
 
 
+def test_figures_of_kdtr():
+    """Writing beside a copy, both on the disk at the end; reading beside a plain read, both from the page cache."""
+    measured = stored(DATA / "kdtr.json")["measured"]
+    for words, ways in (
+        ("written with checksums", ("write KDTR", "copy file")),
+        ("read and checked", ("read KDTR", "plain read")),
+    ):
+        speeds = [measured[way]["GB_per_second"] for way in ways]
+        assert "{:.2f} / {:.2f} GB/s".format(*speeds) in row(words)
+
+
 def test_figure_of_the_model() -> None:
     metrics = stored(ROOT / "ddtree_numba" / "engine" / "models" / "tiny_stdlib" / "metrics.json")
     assert f"{metrics['target']['held_out_bits_per_byte']:.2f} bits per byte" in row("held-out modules")

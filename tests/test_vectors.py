@@ -205,6 +205,44 @@ def test_what_is_broken_off_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == ["empty"] and not os.listdir(tmp_path / "empty")
 
 
+@pytest.fixture
+def two_cases(monkeypatch):
+    monkeypatch.setattr(vectors, "all_cases", lambda seed: all_cases(seed, "positions/*"))
+    return {"positions/known_21_siblings", "positions/random"}
+
+
+def test_an_empty_folder_stays_the_folder_that_it_was(monkeypatch, tmp_path, two_cases):
+    """A shell that stands in it sees the files."""
+    monkeypatch.chdir(tmp_path)
+    write_vectors(".")
+    assert sorted(os.listdir(".")) == ["manifest.json", "positions"]
+    assert {case.name for case in read_vectors(".")} == two_cases
+
+
+def test_the_manifest_comes_last_and_what_fails_is_taken_back(monkeypatch, tmp_path, two_cases):
+    moves, move = [], os.replace
+
+    def replace(source, target) -> None:
+        if Path(target).parent == tmp_path:
+            moves.append(Path(target).name)
+            if moves[-1] == "manifest.json":
+                raise OSError(28, "No space left on device")
+        move(source, target)
+
+    monkeypatch.setattr(vectors.os, "replace", replace)
+    with pytest.raises(OSError, match="No space"):
+        write_vectors(tmp_path)
+    assert moves == ["positions", "manifest.json"] and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("made_as", ["ddtree-vectors 2", None, "x" * 1000])
+def test_another_format_is_refused(tmp_path, made_as):
+    content = json.loads((golden.folder() / "manifest.json").read_text()) | {"format": made_as}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"manifest.json: has the format .*, this reader knows 'ddtree-vectors 1'$"):
+        read_vectors(tmp_path)
+
+
 def test_a_damaged_folder_is_refused(tmp_path):
     copy = tmp_path / "copy"
     (copy / "positions").mkdir(parents=True)
@@ -223,7 +261,9 @@ def test_a_damaged_folder_is_refused(tmp_path):
         (copy / "manifest.json").write_text(text)
         with pytest.raises(ValueError, match=r"folder: got .*, needs one with a manifest"):
             read_vectors(copy)
-    (copy / "manifest.json").write_text('{"cases": [{"case": "x", "file": "../../etc/x.kdtr", "sha256": ""}]}')
+    (copy / "manifest.json").write_text(
+        '{"format": "ddtree-vectors 1", "cases": [{"case": "x", "file": "../../etc/x.kdtr", "sha256": ""}]}'
+    )
     with pytest.raises(ValueError, match="needs one of the folder's own"):
         list(read_vectors(copy))
 

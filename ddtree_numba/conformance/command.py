@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -89,12 +91,12 @@ class CommandEngine:
         listener = threading.Thread(target=_listen, args=(process.stdout, said), daemon=True)
         listener.start()
         try:
-            code = process.wait(self._timeout)
-        except subprocess.TimeoutExpired:
-            raise CommandError(f"the program was stopped: it ran for more than {self._timeout:g} seconds") from None
+            ended = _ends_within(self._timeout, process.pid)
         finally:
-            _end_group(process)
+            code = _end_group(process)
             listener.join(1.0)  # a descendant that left the group may keep the pipe open
+        if not ended:
+            raise CommandError(f"the program was stopped: it ran for more than {self._timeout:g} seconds")
         if code == NOT_SUPPORTED:
             raise NotImplementedError
         if code != 0:
@@ -108,11 +110,36 @@ def _listen(pipe: IO[bytes], said: deque[bytes]) -> None:
             said.append(line)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the program and all that it has started and left in its group."""
+def _ends_within(seconds: float, child: int) -> bool:
+    """Tell whether the child ends in time, without reaping it: its number, and its group's, stay taken until then."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return _ends_within_by_kqueue(seconds, child)
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, and so the system has reaped it
+        while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 0.05)
+    return True
+
+
+def _ends_within_by_kqueue(seconds: float, child: int) -> bool:
+    kqueue: Any = select  # named on BSD and macOS only
+    exits = kqueue.kevent(child, kqueue.KQ_FILTER_PROC, kqueue.KQ_EV_ADD | kqueue.KQ_EV_ONESHOT, kqueue.KQ_NOTE_EXIT)
+    with contextlib.closing(kqueue.kqueue()) as queue:
+        try:
+            return bool(queue.control([exits], 1, seconds))
+        except ProcessLookupError:  # it has ended already
+            return True
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> int:
+    """End the program and all that it has started and left in its group, then reap it; return its exit code."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return process.wait()
 
 
 def _ending(code: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ddtree_numba.conformance.command import CommandEngine
 from ddtree_numba.conformance.comparison import first_difference
 from ddtree_numba.conformance.engine import answer, supported_stages
 from ddtree_numba.conformance.faults import faults_of
@@ -140,7 +141,7 @@ def check_engine(engine: Any, cases: Iterable[Case], timeout: float | None = Non
     ['passed', 'passed']
     """
     ask: _Answer = lambda case: answer(engine, case)  # noqa: E731
-    if callable(getattr(engine, "answer", None)):  # a program
+    if isinstance(engine, CommandEngine):
         ask, timeout = engine.answer, None
     for case in cases:
         yield check_case(case, ask, timeout)

@@ -86,14 +86,17 @@ def write_vectors(
 ) -> dict[str, Any]:
     """Write every case to `folder`, which must be new or empty, and return the manifest.
 
-    The folder appears when it is complete. `progress` is told the name of every case that is written.
+    A new folder appears when it is complete. An empty one is filled, the manifest last, and stays the folder that a
+    shell may be in; what is broken off leaves it empty. `progress` is told the name of every case that is written.
     """
     check_integer("seed", seed, 0, 2**64 - 1)
     target = Path(os.path.abspath(folder))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"folder: got {folder}, which is not empty, needs a new or an empty one")
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.parent / f".vectors-{secrets.token_hex(8)}.part"
+    is_there = target.exists()
+    # Inside a folder that is there: it may be another file system's, and its parent not ours to write to.
+    draft = (target if is_there else target.parent) / f".vectors-{secrets.token_hex(8)}.part"
     try:
         draft.mkdir()
         entries = []
@@ -102,11 +105,29 @@ def write_vectors(
             progress(case.name)
         manifest = {"format": _FORMAT, "seed": seed, "left_out": LEFT_OUT, "rules": RULES, "cases": entries}
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8", newline="\n")
-        os.replace(draft, target)
+        if is_there:
+            _move_children(draft, target)
+        else:
+            os.replace(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return manifest
+
+
+def _move_children(draft: Path, target: Path) -> None:
+    """Move all of `draft` to `target`, the manifest last: without one it is no folder of vectors."""
+    children = sorted(draft.iterdir(), key=lambda child: child.name == MANIFEST)
+    moved = []
+    try:
+        for child in children:
+            os.replace(child, target / child.name)
+            moved.append(child)
+        draft.rmdir()
+    except BaseException:
+        for child in reversed(moved):
+            os.replace(target / child.name, child)
+        raise
 
 
 def _write_case(folder: Path, case: Case) -> dict[str, Any]:
@@ -158,15 +179,18 @@ def read_case(path: str | os.PathLike[str]) -> Case:
 def read_vectors(folder: str | os.PathLike[str], only: str = "*") -> Iterable[Case]:
     """Return the cases of a folder that `write_vectors` made whose name matches `only`, read one at a time.
 
-    Raises `ValueError` when its manifest is not there, not whole, or names a file that differs.
+    Raises `ValueError` when its manifest is not there, not whole, of another format, or names a file that differs.
     """
     manifest = Path(folder) / MANIFEST
     try:
         content = json.loads(manifest.read_text(encoding="utf-8"))
+        made_as = content["format"]
         listed = [entry for entry in content["cases"] if fnmatchcase(entry["case"], only)]
         entries = [(str(entry["file"]), str(entry["sha256"])) for entry in listed]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"folder: got {folder} ({error}), needs one with a {MANIFEST}") from None
+    if made_as != _FORMAT:
+        raise ValueError(f"{manifest}: has the format {str(made_as)[:40]!r}, this reader knows {_FORMAT!r}")
     return (_read_entry(Path(folder), file, digest) for file, digest in entries)
 
 

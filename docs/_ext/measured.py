@@ -23,6 +23,7 @@ TITLES = {
     "h200_checks": "Tests and errors on an H200",
     "cpu": "The command and the small model on a CPU",
     "generate": "The run in the README's picture",
+    "kdtr": "A KDTR file of 1 GiB: written and copied to the disk with fsync, read from the page cache",
 }  # in the order of the page; other files follow under their own names
 COSTS = {
     "launch_python_us": "a launch from Python with eight arrays, the host's time",

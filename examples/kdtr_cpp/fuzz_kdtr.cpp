@@ -43,10 +43,38 @@ void reseal(std::string &content) {
     seal(60, 0, 60);
 }
 
+template <class Work> bool throws(Work work) {
+    try {
+        work();
+    } catch (const kdtr::Error &) {
+        return true;
+    }
+    return false;
+}
+
+// What a writer must refuse, and that two of them at one path do not write into each other's draft.
+const char *writers_are_careful(const std::string &path) {
+    const std::int32_t ones[] = {1, 1, 1, 1}, twos[] = {2, 2};
+    const std::uint8_t flags[] = {1, 2};
+    kdtr::Writer first(path), second(path);
+    first.add("x", {4}, ones);
+    second.add("x", {2}, twos);
+    if (!throws([&] { first.add("flags", {2}, kdtr::Dtype{kdtr::Kind::Bool, 8}, flags); })) return "a bool of 2 was written";
+    first.finish();
+    if (kdtr::File(path).array<std::int32_t>("x").size() != 4) return "the first of two writers lost its array";
+    if (!throws([&] { first.add("y", {4}, ones); })) return "an array was added to a finished file";
+    if (!throws([&] { first.finish(); })) return "a file was finished twice";
+    second.finish();
+    const kdtr::File file(path);
+    const auto x = file.array<std::int32_t>("x");
+    return x.size() == 2 && x[0] == 2 ? nullptr : "the second of two writers lost its array";
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
     const std::string path = argc > 1 ? argv[1] : "fuzz.kdtr";
+    if (const char *fault = writers_are_careful(path)) return std::puts(fault), 1;
     {
         kdtr::Writer writer(path);
         const std::int32_t parents[] = {-1, 0, 0};

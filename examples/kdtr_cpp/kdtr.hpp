@@ -24,6 +24,7 @@
 #include <fstream>
 #include <limits>
 #include <map>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -31,9 +32,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(_WIN32)
-#include <process.h>
-#else
+#if !defined(_WIN32)
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -365,12 +364,9 @@ class File {
 class Writer {
   public:
     explicit Writer(std::string path) : path_(std::move(path)) {
-#if defined(_WIN32)
-        draft_ = path_ + "." + std::to_string(_getpid()) + ".part";
-#else
-        draft_ = path_ + "." + std::to_string(::getpid()) + ".part";
-#endif
-        file_ = std::fopen(draft_.c_str(), "wb");
+        std::random_device random;
+        draft_ = path_ + "." + std::to_string(random()) + "-" + std::to_string(random()) + ".part";
+        file_ = std::fopen(draft_.c_str(), "wbx"); // only a new file: no other writer's draft, and through no link
         if (file_ == nullptr) throw Error(path_ + ": can't be written");
         const char nothing[detail::header_size] = {};
         put(nothing, sizeof nothing);
@@ -385,10 +381,14 @@ class Writer {
     }
 
     void add(const std::string &name, std::vector<std::uint64_t> shape, Dtype dtype, const void *data) {
+        require_open();
         std::uint64_t bytes = 0;
         if (name.empty() || name.size() > detail::max_name || !detail::is_text(name)) throw Error("name: needs 1 to 1024 bytes of UTF-8");
         if (shape.size() > detail::max_axes || !detail::known(dtype) || !detail::shape_bytes(shape, dtype.bits / 8u, bytes))
             throw Error("'" + name + "': needs a shape and dtype that a file can hold");
+        if (dtype == Dtype{Kind::Bool, 8})
+            for (std::uint64_t i = 0; i < bytes; ++i)
+                if (static_cast<const unsigned char *>(data)[i] > 1) throw Error("'" + name + "': needs bools of only 0 and 1");
         if (count_ == detail::max_entries || !names_.emplace(name, 0).second) throw Error("'" + name + "': one name or entry too many");
         pad();
         detail::store<std::uint64_t>(table_, at_);
@@ -406,8 +406,9 @@ class Writer {
         put(data, bytes);
     }
 
-    // Writes the rest and puts the file in its place. `metadata` is a JSON object.
+    // Writes the rest and puts the file in its place; nothing can be added after it. `metadata` is a JSON object.
     void finish(std::string_view metadata = "{}") {
+        require_open();
         if (metadata.size() > detail::max_metadata) throw Error("metadata: needs at most 1 MiB");
         pad();
         const auto text = at_;
@@ -442,6 +443,9 @@ class Writer {
     }
 
   private:
+    void require_open() const {
+        if (file_ == nullptr) throw Error(path_ + ": this writer has finished or failed, needs a new one");
+    }
     void put(const void *bytes, std::uint64_t size) {
         if (size != 0 && std::fwrite(bytes, 1, size, file_) != size) {
             drop();
