@@ -131,7 +131,7 @@ class CupyLibrary(NumbaLibrary):
         """Return a new array. The pool ties its memory to `stream`: freed there, reused in that order."""
         cupy, handle = self._cupy, int(stream) if stream else 0
         here = handle == cupy.cuda.get_current_stream().ptr
-        with self._device, nullcontext() if here else cupy.cuda.ExternalStream(handle):
+        with self._device, nullcontext() if here else _cupy_stream(cupy, handle):
             return cupy.empty(shape, dtype)
 
     def scratch(self, shape: Any, dtype: Any, stream: Any) -> Any:
@@ -141,7 +141,7 @@ class CupyLibrary(NumbaLibrary):
         memory that is let go goes to whoever asks next. So what a capture needs is kept for good.
         """
         array = self.empty(shape, dtype, stream)
-        if stream and self._cupy.cuda.ExternalStream(int(stream)).is_capturing():
+        if stream and _cupy_stream(self._cupy, int(stream)).is_capturing():
             _kept_for_graphs.append(array)
         return array
 
@@ -221,6 +221,21 @@ def reinterpret(array: Any, dtype: Any) -> Any:
 
 
 _LEGACY = 1  # how the CUDA array interface writes the legacy default stream, whose handle is 0
+
+
+class _Handle(NamedTuple):
+    """A raw stream, in the form by which libraries hand streams to each other."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle  # the protocol's version, and the stream
+
+
+def _cupy_stream(cupy: Any, handle: int) -> Any:
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14; it deprecates the other way
+        return cupy.cuda.Stream.from_external(_Handle(handle))
+    return cupy.cuda.ExternalStream(handle)
 
 
 def _torch_stream(torch: Any, handle: int, device: Any) -> Any:

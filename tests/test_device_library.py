@@ -232,3 +232,11 @@ def test_sglangs_call_fills_tensors_in_place(torch):
     sglang.verify_tree_greedy(*map(Tensor, outputs), *map(Tensor, inputs))
     for name, array in zip(("predicts", "accept_index", "accept_token_num"), outputs, strict=True):
         assert array.tolist() == case["expected_asserted"][name]
+
+
+def test_a_stream_for_cupy_old_and_new() -> None:
+    """CuPy 14 takes a stream by protocol and warns of the older way, which is the only one that CuPy 13 has."""
+    new = SimpleNamespace(cuda=SimpleNamespace(Stream=SimpleNamespace(from_external=lambda s: s.__cuda_stream__())))
+    assert device_library._cupy_stream(new, 77) == (0, 77)
+    old = SimpleNamespace(cuda=SimpleNamespace(Stream=object, ExternalStream=lambda handle: ("old", handle)))
+    assert device_library._cupy_stream(old, 77) == ("old", 77)

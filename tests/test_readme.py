@@ -55,3 +55,13 @@ def test_figure_of_attention_on_a_gpu() -> None:
     errors = [numbers["relative_frobenius"] for case, numbers in measured.items() if "-float32-" in case]
     power = math.floor(math.log10(max(errors)))
     assert f"at most {math.ceil(max(errors) / 10 ** (power - 1)) / 10}e{power}" in row("tree attention in float32")
+
+
+def test_figures_of_the_bench() -> None:
+    rows = {line["id"]: line for line in stored(DATA / "h200.json")["rows"]}
+    for id_, peer, words in (
+        ("attn_8x33x64x8192", "torch_three_op", "tree attention in bfloat16 on an H200"),
+        ("top_b64", "torch_topk_logsumexp", "64 best of 163,840 logits"),
+    ):
+        ours, theirs = rows[id_]["ours_us"], rows[id_]["peers"][peer]
+        assert f"| {ours:.0f} / {theirs:.0f} µs |" in row(words)

@@ -16,7 +16,7 @@ float64: some 300 cycles by count, however many slots there are. Past 64 slots t
 whose winners meet in shared memory: one barrier and three more reductions.
 
 What it buys: latency. The work per node was N steps in one lane, now it is N / 32 in each, and independent ones.
-Measured on an H200, bits included: 19.5 us for 64 nodes of one request, 20.7 for 64 requests; 560 us for 1024 nodes of
+Measured on an H200, bits included: 19.6 us for 64 nodes of one request, 20.0 for 64 requests; 560 us for 1024 nodes of
 one. A node costs 100 instructions in one warp and 190 in eight, most of them 4 to 6 cycles after the one before: the
 length of the chain is what counts. Tried, and slower at 1267 us: one warp for 1024 nodes too, which keeps the best
 offer of every 32nd slot in a register and searches only the popped slot's bucket anew. It does a thirtieth of the
