@@ -6,6 +6,8 @@ own: what can be captured does none of them.
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -429,8 +431,10 @@ def test_torch_makes_no_copy_to_the_host(rng):
     )
     step = Step(rng)
     given, fixed = step.moved(lib), [lib.array(array) for array in step.candidates]
-    lib.lib.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            lib.lib.cuda.set_sync_debug_mode("error")
         bridge_calls(*moved, 63)
         got = run_stages(given, lambda *_: fixed)
     finally:
