@@ -97,6 +97,8 @@ def conformance(
 
     name, engine = _engine(impl, command, timeout)
     _check_seed(seed)
+    if vectors is not None and seed != 0:
+        raise RefusedError("--seed", f"{seed} beside --vectors", "one of them: stored vectors have their seed")
     if not 0 < timeout < 1e6:
         raise RefusedError("--timeout", timeout, "seconds above 0")
     if json_file and junit and _place(json_file) == _place(junit):

@@ -334,8 +334,9 @@ def assert_gone(process: int) -> None:
         ("engine --in {in}", 1, "command: got 'engine --in {in}', needs {out} in it"),
         ("", 1, "command: got '', needs {in} in it"),
         ("engine '{in} {out}", 1, "command: got"),
-        ("engine {in} {out}", 0, "timeout: got 0, needs seconds above 0"),
-        ("engine {in} {out}", float("nan"), "timeout: got nan"),
+        ("sh {in} {out}", 0, "timeout: got 0, needs seconds above 0"),
+        ("sh {in} {out}", float("nan"), "timeout: got nan"),
+        ("no-such-engine {in} {out}", 1, "command: got 'no-such-engine {in} {out}', needs a program that is there"),
     ],
 )
 def test_a_bad_command_is_refused(command, timeout, message):
@@ -447,6 +448,11 @@ def test_vectors_are_made_when_none_are_given():
     ("arguments", "message"),
     [
         (("conformance",), "--impl, --command: got neither, needs one of them"),
+        (
+            ("conformance", "--command", "no-such-engine {in} {out}"),
+            "--command: got 'no-such-engine {in} {out}', needs a program",
+        ),
+        (("conformance", "--impl", "ddtree_numba", "--vectors", "x", "--seed", 3), "--seed: got 3 beside --vectors"),
         (("conformance", "--impl", "ddtree_numba", "--command", "x"), "--impl, --command: got both"),
         (("conformance", "--impl", "nowhere:at_all"), "--impl: got 'nowhere:at_all' (ModuleNotFoundError"),
         (("conformance", "--command", "engine"), "--command: got 'engine', needs {in} in it"),

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -42,7 +43,10 @@ class CommandEngine:
     """
 
     def __init__(self, command: str, timeout: float = 60.0) -> None:
-        """Take the command line. Raises `ValueError` when it can't be split or has no ``{in}`` or ``{out}``."""
+        """Take the command line.
+
+        Raises `ValueError` for one that can't be split, has no ``{in}`` or ``{out}``, or names no program.
+        """
         try:
             self._words = shlex.split(command)
         except ValueError as error:
@@ -50,6 +54,8 @@ class CommandEngine:
         for place in ("{in}", "{out}"):
             if not any(place in word for word in self._words):
                 raise ValueError(f"command: got {command!r}, needs {place} in it")
+        if "{" not in self._words[0] and shutil.which(self._words[0]) is None:
+            raise ValueError(f"command: got {command!r}, needs a program that is there: {self._words[0]} is not")
         if not 0 < timeout < 1e6:
             raise ValueError(f"timeout: got {timeout}, needs seconds above 0")
         self._timeout = timeout
