@@ -278,8 +278,11 @@ def test_a_program_that_breaks_down_is_a_failure(script, difference):
     assert result.status == "failed" and result.difference.startswith(difference)
 
 
-def test_a_program_that_can_t_be_started_is_a_failure():
-    (result,) = run_program("/nowhere/engine {in} {out}")
+def test_a_program_that_can_t_be_started_is_a_failure(tmp_path):
+    engine = tmp_path / "engine"
+    engine.write_text("#!/nowhere/interpreter\n")
+    engine.chmod(0o755)
+    (result,) = run_program(f"{engine} {{in}} {{out}}")
     assert result.difference.startswith("the program can't be started")
 
 
