@@ -54,12 +54,12 @@ if ON_GPU:
 
     _U32, _U64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
-    def _ptx(template: str, constraints: str, result: Any, side_effect: bool = False) -> Any:
+    def inline_ptx(template: str, constraints: str, result: Any, side_effect: bool = False) -> Any:
         """Return the code generator of an intrinsic that is one inline-PTX statement.
 
         `template` names results and then operands $0, $1, ...; `constraints` gives each a register class (r: 32
-        bits, l: 64 bits, f: float32); `result` is an LLVM type, or a list of them for several results. Statements
-        with `side_effect` keep their order among themselves and are never dropped.
+        bits, l: 64 bits, f: float32, n: a constant); `result` is an LLVM type, or a list of them for several results.
+        Statements with `side_effect` keep their order among themselves and are never dropped.
         """
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -70,19 +70,19 @@ if ON_GPU:
             if several:
                 parts = [builder.extract_value(value, i) for i in range(len(result))]
                 return context.make_tuple(builder, signature.return_type, parts)
-            return value
+            return context.get_dummy_value() if isinstance(result, ir.VoidType) else value
 
         return generate
+
+    def first_element(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Generate the 64-bit address of an array's first element; the array is the intrinsic's first argument."""
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.ptrtoint(data, _U64)
 
     @intrinsic
     def array_address(context, array):
         """The 64-bit address of a global array's first element."""
-
-        def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            data = target.make_array(signature.args[0])(target, builder, arguments[0]).data
-            return builder.ptrtoint(data, _U64)
-
-        return types.uint64(array), generate
+        return types.uint64(array), first_element
 
     @intrinsic
     def load_16_bytes(context, address):
@@ -93,12 +93,12 @@ if ON_GPU:
         """
         template = "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];"
         signature = types.UniTuple(types.uint32, 4)(types.uint64)
-        return signature, _ptx(template, "=r,=r,=r,=r,l", [_U32] * 4, side_effect=True)
+        return signature, inline_ptx(template, "=r,=r,=r,=r,l", [_U32] * 4, side_effect=True)
 
     @intrinsic
     def exp2(context, x):
         """2 to the power x, float32, off by at most 2**-22 of the result; -inf gives 0. PTX: ``ex2.approx.ftz.f32``."""
-        return types.float32(types.float32), _ptx("ex2.approx.ftz.f32 $0, $1;", "=f,f", _F32)
+        return types.float32(types.float32), inline_ptx("ex2.approx.ftz.f32 $0, $1;", "=f,f", _F32)
 
     @intrinsic
     def fence(context):
@@ -107,21 +107,21 @@ if ON_GPU:
         PTX: ``fence.acq_rel.gpu``: enough for handing data on, and a third of the price of ``cuda.threadfence``, which
         also puts the fences of all threads in one order.
         """
-        return types.void(), _ptx("fence.acq_rel.gpu;", "~{memory}", ir.VoidType(), side_effect=True)
+        return types.void(), inline_ptx("fence.acq_rel.gpu;", "~{memory}", ir.VoidType(), side_effect=True)
 
     @intrinsic
     def fused_multiply_add(context, a, b, c):
         """A * b + c in float32, rounded once. PTX: ``fma.rn.f32``."""
         signature = types.float32(types.float32, types.float32, types.float32)
-        return signature, _ptx("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", _F32)
+        return signature, inline_ptx("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", _F32)
 
     @intrinsic
     def larger(context, a, b):
         """The larger of two float32, NaN if one is NaN. PTX: ``max.NaN.f32``."""
-        return types.float32(types.float32, types.float32), _ptx("max.NaN.f32 $0, $1, $2;", "=f,f,f", _F32)
+        return types.float32(types.float32, types.float32), inline_ptx("max.NaN.f32 $0, $1, $2;", "=f,f,f", _F32)
 
     def _larger_pair(kind: str) -> Any:
-        return types.uint32(types.uint32, types.uint32), _ptx(f"max.NaN.{kind}x2 $0, $1, $2;", "=r,r,r", _U32)
+        return types.uint32(types.uint32, types.uint32), inline_ptx(f"max.NaN.{kind}x2 $0, $1, $2;", "=r,r,r", _U32)
 
     @intrinsic
     def largest_bfloat16_pair(context, a, b):
@@ -137,11 +137,11 @@ if ON_GPU:
     def halves_to_float32(context, word):
         """The two float16 of a word as float32, the low half first. PTX: ``cvt.f32.f16``, twice."""
         template = "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
-        return types.UniTuple(types.float32, 2)(types.uint32), _ptx(template, "=f,=f,r", [_F32] * 2)
+        return types.UniTuple(types.float32, 2)(types.uint32), inline_ptx(template, "=f,=f,r", [_F32] * 2)
 
     def _redux(operation: str) -> Any:
         template = f"redux.sync.{operation}.u32 $0, $1, 0xffffffff;"
-        return types.uint32(types.uint32), _ptx(template, "=r,r", _U32, side_effect=True)
+        return types.uint32(types.uint32), inline_ptx(template, "=r,r", _U32, side_effect=True)
 
     @intrinsic
     def warp_max(context, value):

@@ -349,11 +349,10 @@ class Emulator:
             mbarrier_arrive=mbarrier_arrive,
             mbarrier_done=mbarrier_done,
             fence_async=lambda: None,
-            exp2=lambda x: np.exp2(np.float32(x)),
             pack_bf16=lambda low, high: pack(low, high, to_bfloat16),
             pack_f16=lambda low, high: pack(low, high, lambda values: values.astype(np.float16)),
             shared_address=lambda array: np.uint32(SHARED_START),
-            global_address=lambda array: np.uint64(self.block.starts[id(array)]),
+            array_address=lambda array: np.uint64(self.block.starts[id(array)]),
         )
 
     def _make_wgmma(self) -> Any:

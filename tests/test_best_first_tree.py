@@ -14,6 +14,7 @@ from ddtree_numba.draft_tree import DraftTree, check_tree, empty_tree
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
 from ddtree_numba.stages.best_first_tree import VERSIONS, build_tree, build_tree_reference
 from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
+from ddtree_numba.vectors.trees import CONFIGURATIONS
 from tests.helpers import assert_same, on_device, on_host, poisoned, poisoned_like
 from tests.paper_oracle import best_prefixes, pop_order, tree_arrays
 
@@ -399,17 +400,7 @@ def test_mixed_host_and_device_is_named():
 @pytest.mark.parametrize(
     ("batch", "depths", "candidates", "budget"),
     [
-        (1, 15, 64, 64),
-        (1, 7, 32, 32),
-        (2, 15, 16, 15),
-        (4, 15, 64, 31),
-        (8, 1, 64, 33),
-        (16, 15, 1, 64),
-        (17, 15, 64, 64),
-        (32, 4, 8, 63),
-        (33, 0, 8, 16),
-        (64, 15, 64, 0),
-        (64, 15, 64, 64),
+        *CONFIGURATIONS,
         (3, 15, 256, 256),
         (2, 64, 1024, 1024),
         (2, 15, 100, 1024),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ddtree_numba import ptx
 from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.stages.tree_attention import mma, wgmma
@@ -153,11 +154,11 @@ if ON_GPU:
         t = cuda.threadIdx.x
         packed[t, 0] = mma.pack_bf16(x[t], x[t + 64])
         packed[t, 1] = mma.pack_f16(x[t], x[t + 64])
-        powers[t] = mma.exp2(x[t])
+        powers[t] = ptx.exp2(x[t])
         start, where = mma.shared_address(shared), mma.shared_address(barrier)
         if t == 0:
             mma.mbarrier_init(where, 128)
-        mma.cp_async_16(start + np.uint32(16 * t), mma.global_address(x), 16 if t % 2 == 0 else 0)
+        mma.cp_async_16(start + np.uint32(16 * t), ptx.array_address(x), 16 if t % 2 == 0 else 0)
         mma.cp_async_commit()
         mma.cp_async_wait()
         mma.store_shared_4(start + np.uint32(1024 + 16 * t), x[t], x[t], x[t + 1], np.float32(t))
@@ -167,7 +168,7 @@ if ON_GPU:
             copied[t, 4 + i] = mma.load_shared_float(start + np.uint32(1024 + 16 * t + 4 * i))
         cuda.syncthreads()
         # Each thread arrives twice: itself, and when its copy is there.
-        mma.cp_async_16(start + np.uint32(16 * t), mma.global_address(x) + np.uint64(16 * (t % 32)), 16)
+        mma.cp_async_16(start + np.uint32(16 * t), ptx.array_address(x) + np.uint64(16 * (t % 32)), 16)
         wgmma.copies_arrive(where)
         mma.mbarrier_arrive(where)
         while mma.mbarrier_done(where, 0) == 0:

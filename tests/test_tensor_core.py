@@ -75,6 +75,7 @@ def emulated(monkeypatch, rng, tiling, batch, splits=1, may_be_nan=False):
     for module in (tensor_core, hopper):
         monkeypatch.setattr(module, "cuda", emulator.cuda)
         monkeypatch.setattr(module, "ptx", emulator.ptx)
+        monkeypatch.setattr(module, "array_address", emulator.ptx.array_address)
     monkeypatch.setattr(hopper, "wgmma", emulator.wgmma)
     is_bfloat16 = batch.q.dtype == np.uint16
     if isinstance(tiling, HopperTiling):

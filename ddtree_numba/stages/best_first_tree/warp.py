@@ -40,8 +40,7 @@ from ddtree_numba.ptx import inlined, warp_max, warp_min
 __all__ = ["launch_draft_tree", "launch_warp", "size_class", "warp_kernels"]
 
 _LANES = 32 if ON_GPU else 1
-_SLOT_BITS = np.uint32(11)  # 1025 slots
-_SLOT = np.uint32((1 << 11) - 1)
+_SLOT = np.uint32((1 << 11) - 1)  # 1025 slots
 _NEXT_TURN = np.uint32(1 << 11)
 _UNUSED = np.uint32(1 << 30)  # a place behind all places in use
 _SIGN = np.uint64(1 << 63)

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddtree_numba.backend import cuda
+from ddtree_numba.ptx import array_address, exp2
 from ddtree_numba.stages.tree_attention import mma as ptx
 from ddtree_numba.stages.tree_attention import wgmma
 from ddtree_numba.stages.tree_attention.tensor_core import launch_in_splits, shared_memory_per_block, why_not_these
@@ -94,10 +95,10 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
     fence_scores, fence_values, wgmma_commit = wgmma.fence_scores, wgmma.fence_values, wgmma.wgmma_commit
     more_registers, fewer_registers = wgmma.more_registers, wgmma.fewer_registers
     wait_for_scores, wait_for_values, copies_arrive = wgmma.wait_for_scores, wgmma.wait_for_values, wgmma.copies_arrive
-    cp_async_16, cp_async_wait, exp2, ldmatrix_x4 = ptx.cp_async_16, ptx.cp_async_wait, ptx.exp2, ptx.ldmatrix_x4
+    cp_async_16, cp_async_wait, ldmatrix_x4 = ptx.cp_async_16, ptx.cp_async_wait, ptx.ldmatrix_x4
     mbarrier_init, mbarrier_arrive, mbarrier_done = ptx.mbarrier_init, ptx.mbarrier_arrive, ptx.mbarrier_done
     named_barrier = ptx.named_barrier
-    fence_async, shared_address, global_address = ptx.fence_async, ptx.shared_address, ptx.global_address
+    fence_async, shared_address = ptx.fence_async, ptx.shared_address
     load_shared_4, store_shared_4 = ptx.load_shared_4, ptx.store_shared_4
     load_shared_float, store_shared, store_global_2 = ptx.load_shared_float, ptx.store_shared, ptx.store_global_2
     inline = cuda.jit(device=True, forceinline=True)
@@ -274,7 +275,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         used = nodes * heads
         first_pair = np.int32(cuda.blockIdx.x * ROWS)
         first_out = (np.int64(split) * cuda.gridDim.z + b) * pairs + first_pair
-        out_address = global_address(out) + np.uint64(first_out * (4 * LATENT))
+        out_address = array_address(out) + np.uint64(first_out * (4 * LATENT))
 
         pages, page_size = np.uint32(kv_pool.shape[0]), np.uint32(kv_pool.shape[1])
         prefix = np.int32(max(0, prefix_lengths[b]))
@@ -310,7 +311,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
             store_shared(missing_flag, np.float32(0))
 
         # Q, a row of 72 chunks for each warp.
-        q_row = global_address(q) + np.uint64((np.int64(b) * pairs + first_pair) * ROW_BYTES)
+        q_row = array_address(q) + np.uint64((np.int64(b) * pairs + first_pair) * ROW_BYTES)
         for row in range(cuda.threadIdx.x >> 5, ROWS, 12):
             there = first_pair + row < used
             for chunk in range(lane, WIDTH // 8, 32):
@@ -324,7 +325,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         if group == 2:  # copies, and nothing else
             fewer_registers()
             cuda.syncthreads()  # the others have taken the rope columns of Q
-            pool = global_address(kv_pool)
+            pool = array_address(kv_pool)
             # This lane knows the pool row of one row of the tile to be copied, and the page of the row a tile further.
             key = np.int32(first_tile * KEYS + 4 * warp + (lane & 3) + 16 * ((lane >> 2) & 3))
             at = key, np.uint32(key) // page_size, np.uint32(key) % page_size

@@ -28,6 +28,7 @@ The simulator has none of this: there, and only there, calling an intrinsic rais
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,7 @@ __all__ = [
     "cp_async_16",
     "cp_async_commit",
     "cp_async_wait",
-    "exp2",
     "fence_async",
-    "global_address",
     "ldmatrix_model",
     "ldmatrix_x4",
     "ldmatrix_x4_trans",
@@ -130,33 +129,11 @@ def ldmatrix_model(memory: np.ndarray, addresses: np.ndarray, *, trans: bool = F
 
 if ON_GPU:
     from llvmlite import ir
-    from numba.cuda import types as _types
-    from numba.cuda.extending import intrinsic as _intrinsic
 
-    types: Any = _types
-    intrinsic: Any = _intrinsic  # what it makes of a function is called with one argument less
+    from ddtree_numba.ptx import first_element, inline_ptx, intrinsic, types
 
     _U32, _F32 = ir.IntType(32), ir.FloatType()
-
-    def _ptx(template: str, constraints: str, result: Any, side_effect: bool = True) -> Any:
-        """Return the code generator of an intrinsic that is one inline-PTX statement.
-
-        `template` names results and then operands $0, $1, ...; `constraints` gives each a register class (r: 32
-        bits, l: 64 bits, f: float32, n: a constant); `result` is an LLVM type, or a list of them for several results.
-        Statements with `side_effect` keep their order among themselves and are never dropped.
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            several = isinstance(result, list)
-            returned = ir.LiteralStructType(result) if several else result
-            function = ir.FunctionType(returned, [a.type for a in arguments])
-            value = builder.call(ir.InlineAsm(function, template, constraints, side_effect), arguments)
-            if several:
-                parts = [builder.extract_value(value, i) for i in range(len(result))]
-                return context.make_tuple(builder, signature.return_type, parts)
-            return context.get_dummy_value() if isinstance(result, ir.VoidType) else value
-
-        return generate
+    _ptx = functools.partial(inline_ptx, side_effect=True)  # most statements here are for what they do
 
     def _mma(kind: str) -> Any:
         template = (
@@ -269,15 +246,6 @@ if ON_GPU:
         """
         return types.void(), _ptx("fence.proxy.async.shared::cta;", "~{memory}", ir.VoidType())
 
-    @intrinsic
-    def exp2(context, x):
-        """2 to the power x, to 2 units in the last place; -inf gives 0. PTX: ``ex2.approx.ftz.f32``.
-
-        One instruction, where `math.exp` takes several: so scores carry a factor log2(e) and all is base 2 inside.
-        """
-        signature = types.float32(types.float32)
-        return signature, _ptx("ex2.approx.ftz.f32 $0, $1;", "=f,f", _F32, side_effect=False)
-
     def _pack(kind: str) -> Any:
         signature = types.uint32(types.float32, types.float32)
         return signature, _ptx(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f", _U32, side_effect=False)
@@ -324,26 +292,16 @@ if ON_GPU:
         signature = types.void(types.uint64, types.float32, types.float32)
         return signature, _ptx("st.global.v2.f32 [$0], {$1, $2};", "l,f,f,~{memory}", ir.VoidType())
 
-    def _pointer(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.ptrtoint(data, ir.IntType(64))
-
-    @intrinsic
-    def global_address(context, array):
-        """The 64-bit address of a global array's first element."""
-        return types.uint64(array), _pointer
-
     @intrinsic
     def shared_address(context, array):
         """The 32-bit address of a shared array's first element, counted from the start of shared memory.
 
         PTX: ``cvta.to.shared``. All addresses of a block fit 32 bits, and arithmetic on 64 costs twice.
         """
-        convert = _ptx("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", "=r,l", _U32, False)
+        convert = _ptx("{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", "=r,l", _U32, side_effect=False)
 
         def generate(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = _pointer(target, builder, signature, arguments)
-            return convert(target, builder, signature, [pointer])
+            return convert(target, builder, signature, [first_element(target, builder, signature, arguments)])
 
         return types.uint32(array), generate
 
@@ -355,5 +313,5 @@ else:
     mma_bf16 = mma_f16 = ldmatrix_x4 = ldmatrix_x4_trans = _missing
     mbarrier_init = mbarrier_arrive = mbarrier_done = fence_async = _missing
     cp_async_16 = cp_async_commit = cp_async_wait = named_barrier = _missing
-    exp2 = pack_bf16 = pack_f16 = load_shared_4 = store_shared_4 = load_shared_float = store_shared = _missing
-    global_address = shared_address = store_global_2 = _missing
+    pack_bf16 = pack_f16 = load_shared_4 = store_shared_4 = load_shared_float = store_shared = _missing
+    shared_address = store_global_2 = _missing

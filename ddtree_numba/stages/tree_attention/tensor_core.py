@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddtree_numba.backend import ON_GPU, cuda
+from ddtree_numba.ptx import array_address, exp2
 from ddtree_numba.stages.tree_attention import mma as ptx
 from ddtree_numba.stages.tree_attention.split_kv import MAX_SPLITS, launch_merge, split_buffers
 
@@ -193,11 +194,11 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
 
     mma = ptx.mma_bf16 if is_bfloat16 else ptx.mma_f16
     pack = ptx.pack_bf16 if is_bfloat16 else ptx.pack_f16
-    cp_async_16, cp_async_wait, exp2 = ptx.cp_async_16, ptx.cp_async_wait, ptx.exp2
+    cp_async_16, cp_async_wait = ptx.cp_async_16, ptx.cp_async_wait
     ldmatrix_x4, ldmatrix_x4_trans, named_barrier = ptx.ldmatrix_x4, ptx.ldmatrix_x4_trans, ptx.named_barrier
     load_shared_4, store_shared_4 = ptx.load_shared_4, ptx.store_shared_4
     load_shared_float, store_shared, store_global_2 = ptx.load_shared_float, ptx.store_shared, ptx.store_global_2
-    shared_address, global_address = ptx.shared_address, ptx.global_address
+    shared_address = ptx.shared_address
 
     inline = cuda.jit(device=True, forceinline=True)
     lane_a, lane_b, lane_b_trans, lane_weight = map(inline, (place_a, place_b, place_b_trans, place_weight))
@@ -428,7 +429,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
         used = nodes * heads
         first_pair = np.int32(cuda.blockIdx.x * ROWS)
         first_out = (np.int64(split) * cuda.gridDim.z + b) * pairs + first_pair
-        out_address = global_address(out) + np.uint64(first_out * (4 * LATENT))
+        out_address = array_address(out) + np.uint64(first_out * (4 * LATENT))
 
         pages, page_size = np.uint32(kv_pool.shape[0]), np.uint32(kv_pool.shape[1])
         prefix = np.int32(max(0, prefix_lengths[b]))
@@ -457,7 +458,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
 
         # Q: the columns that will be held in registers pass through the other tile's buffer, which is free now.
         staging = tiles_shared + np.uint32(((tile + 1) & 1) * TILE)
-        q_row = global_address(q) + np.uint64((np.int64(b) * pairs + first_pair) * ROW_BYTES)
+        q_row = array_address(q) + np.uint64((np.int64(b) * pairs + first_pair) * ROW_BYTES)
         for row in range(warp, ROWS, WARPS):
             there = first_pair + row < used
             for chunk in range(lane, CHUNKS, 32):
@@ -469,7 +470,7 @@ def make_tensor_core_kernel(tiling: Tiling, is_bfloat16: bool) -> Any:
                 source = q_row + np.uint64((row * ROW_BYTES if there else 0) + chunk * 16)
                 cp_async_16(target, source, 16 if there else 0)
         # The first tile; the rows of the one after it are looked up a tile ahead, while there is time to wait.
-        pool = global_address(kv_pool)
+        pool = array_address(kv_pool)
         copied = np.int32(warp + WARPS * (lane & (ROWS_EACH - 1)))
         key = np.int32(tile * KEYS + copied)
         row = pool_row(look_up(block_table, b, key, end, page_size), key, copy_end, pages, page_size)

@@ -25,6 +25,7 @@ The simulator has none of this: there, and only there, calling an intrinsic rais
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -113,9 +114,32 @@ def operand_model(memory: np.ndarray, described: int, columns: int, along_n: boo
 if ON_GPU:
     from llvmlite import ir
 
-    from ddtree_numba.stages.tree_attention.mma import _ptx, intrinsic, types
+    from ddtree_numba.ptx import inline_ptx, intrinsic, types
 
-    _U32, _U64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+    _U32, _F32 = ir.IntType(32), ir.FloatType()
+    _ptx = functools.partial(inline_ptx, side_effect=True)
+
+    def _through(count: int, statement: str, operands: str = "") -> Any:
+        """Return the code generator of a statement that `count` accumulators, a local array, pass through.
+
+        So no use of them is moved over it. They are $0, $1, ... coming out and as many going in; `operands` are the
+        register classes of the intrinsic's other arguments, which follow.
+        """
+        tied = [str(i) for i in range(count)]
+        constraints = ",".join(["=f"] * count + tied + ([operands] if operands else []) + ["~{memory}"])
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            places = [builder.gep(data, [ir.Constant(_U32, i)]) for i in range(count)]
+            inputs = [builder.load(place) for place in places] + list(arguments[1:])
+            result = ir.LiteralStructType([_F32] * count)
+            function = ir.FunctionType(result, [value.type for value in inputs])
+            value = builder.call(ir.InlineAsm(function, statement, constraints, True), inputs)
+            for i, place in enumerate(places):
+                builder.store(builder.extract_value(value, i), place)
+            return context.get_dummy_value()
+
+        return generate
 
     def _multiply(columns: int, kind: str, a_registers: bool, b_down: int) -> Any:
         """Return the code generator of one `wgmma` of 64 x `columns` on a local array of accumulators."""
@@ -130,22 +154,7 @@ if ON_GPU:
             f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
             f"{{{numbers}}}, {a}, {b}, p, 1, 1, {transposes}; }}"
         )
-        tied = ",".join(str(i) for i in range(count))
-        operands = "r,r,r,r,l,r" if a_registers else "l,l,r"
-        constraints = ",".join(["=f"] * count) + f",{tied},{operands},~{{memory}}"
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-            places = [builder.gep(data, [ir.Constant(_U32, i)]) for i in range(count)]
-            inputs = [builder.load(place) for place in places] + list(arguments[1:])
-            result = ir.LiteralStructType([_F32] * count)
-            function = ir.FunctionType(result, [value.type for value in inputs])
-            value = builder.call(ir.InlineAsm(function, template, constraints, True), inputs)
-            for i, place in enumerate(places):
-                builder.store(builder.extract_value(value, i), place)
-            return context.get_dummy_value()
-
-        return generate
+        return _through(count, template, "r,r,r,r,l,r" if a_registers else "l,l,r")
 
     def _make_score_from_shared(kind: str) -> Any:
         @intrinsic
@@ -198,23 +207,6 @@ if ON_GPU:
             _make_value_from_registers,
         )
     )
-
-    def _through(count: int, statement: str) -> Any:
-        """Return the code generator of a statement that `count` accumulators pass: no use of them is moved over it."""
-        tied = ",".join(str(i) for i in range(count))
-        constraints = ",".join(["=f"] * count) + f",{tied},~{{memory}}"
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-            places = [builder.gep(data, [ir.Constant(_U32, i)]) for i in range(count)]
-            inputs = [builder.load(place) for place in places]
-            function = ir.FunctionType(ir.LiteralStructType([_F32] * count), [_F32] * count)
-            value = builder.call(ir.InlineAsm(function, statement, constraints, True), inputs)
-            for i, place in enumerate(places):
-                builder.store(builder.extract_value(value, i), place)
-            return context.get_dummy_value()
-
-        return generate
 
     @intrinsic
     def fence_scores(context, c):
