@@ -216,9 +216,8 @@ def _as_numba(array: Any) -> Any:
     """Return an array of the model as a device array of Numba's, over the same memory."""
     if ON_GPU:
         return as_device(array) if array.size else cuda.device_array(array.shape, array.dtype)
-    return cuda.cudadrv.devicearray.FakeCUDAArray(
-        np.asarray(array)
-    )  # in the simulator the host's memory is the device's
+    # In the simulator the host's memory is the device's.
+    return cuda.cudadrv.devicearray.FakeCUDAArray(np.asarray(array))
 
 
 def _require_whole(*statuses: np.ndarray) -> None:
