@@ -79,7 +79,7 @@ class HopperTiling(NamedTuple):
     """D_c."""
     threads: int = 384
     """Threads of a block: two warpgroups that multiply and one that copies."""
-    shared_bytes: int = 1024 + 3 * TILE + BLOCK + 2 * 4 * ROWS + 80
+    shared_bytes: int = 1024 + 3 * TILE + BLOCK + 2 * 2 * 4 * ROWS + 88
     """Bytes of dynamic shared memory, with what aligning the start may take."""
 
 
@@ -298,16 +298,19 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         weights_0 = tiles_shared + np.uint32(2 * TILE)  # of even tiles; of odd ones:
         weights_1 = q_shared + np.uint32(ROPE * BLOCK)
         maxima = weights_0 + np.uint32(BLOCK)  # one float32 for each row, of the even and of the odd tile
-        complete = maxima + np.uint32(2 * 4 * ROWS)  # a barrier for each place: the tile is there
+        totals = maxima + np.uint32(2 * 4 * ROWS)  # one float32 for each row, of each warpgroup
+        complete = totals + np.uint32(2 * 4 * ROWS)  # a barrier for each place: the tile is there
         weighed = complete + np.uint32(16)  # a barrier for each place: the weights of the tile are there
         freed = weighed + np.uint32(16)  # two barriers for each place: a warpgroup's columns of the tile are done with
-        missing_flag = freed + np.uint32(32)  # float32: 1 once a row in sight has no page
+        met = freed + np.uint32(32)  # a barrier of the two that multiply: rope columns taken; then: totals there
+        missing_flag = met + np.uint32(8)  # float32: 1 once a row in sight has no page
         if cuda.threadIdx.x == 0:
             for place in range(2):
                 mbarrier_init(complete + np.uint32(8 * place), 256)
                 mbarrier_init(freed + np.uint32(16 * place), 128)
                 mbarrier_init(freed + np.uint32(16 * place + 8), 128)
                 mbarrier_init(weighed + np.uint32(8 * place), 128)
+            mbarrier_init(met, 256)
             store_shared(missing_flag, np.float32(0))
 
         # Q, a row of 72 chunks for each warp.
@@ -324,7 +327,6 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
 
         if group == 2:  # copies, and nothing else
             fewer_registers()
-            cuda.syncthreads()  # the others have taken the rope columns of Q
             pool = array_address(kv_pool)
             # This lane knows the pool row of one row of the tile to be copied, and the page of the row a tile further.
             key = np.int32(first_tile * KEYS + 4 * warp + (lane & 3) + 16 * ((lane >> 2) & 3))
@@ -357,6 +359,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
             r = 4 * step
             address = weights_1 + np.uint32(swizzled(rope_row, 2 * step + (lane >> 4)))
             rope[r], rope[r + 1], rope[r + 2], rope[r + 3] = ldmatrix_x4(address)
+        mbarrier_arrive(met)
 
         # A thread has rows my_row and my_row + 8 of all scores and values, and of 8 columns 2 `member` and the next.
         member = lane & 3
@@ -377,7 +380,7 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         largest_0, largest_1 = NOTHING, NOTHING  # of the two rows, base 2
         total_0, total_1 = np.float32(0), np.float32(0)  # of this thread's weights of its own tiles
         factor = scale * LOG2_E
-        cuda.syncthreads()  # all have taken the rope columns of Q, whose place is for weights now
+        wait(met, np.uint32(0))  # both have taken the rope columns of Q, whose place is for weights now
 
         pair = np.int32(0)
         while pair < count:
@@ -419,10 +422,10 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
                             mask_row(scores, 2, bits_1, member)
 
                         if first_key + KEYS > prefix:  # rows of the tree, which not every node sees
-                            named_barrier(2 + group, 128)  # all four warps have their scores
+                            named_barrier(1 + group, 128)  # all four warps have their scores
                             put_out_broken_rows(tile_shared, thread)
                             fence_async()
-                            named_barrier(2 + group, 128)
+                            named_barrier(1 + group, 128)
 
                         # 3. Online softmax in base 2. A row lies in four lanes.
                         highest_0, highest_1 = scores[0], scores[2]
@@ -504,13 +507,13 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         for distance in (1, 2):
             total_0 += cuda.shfl_xor_sync(ALL_LANES, total_0, distance)
             total_1 += cuda.shfl_xor_sync(ALL_LANES, total_1, distance)
-        mailbox = maxima + np.uint32(4 * (ROWS * group + my_row))
-        named_barrier(1, 256)  # nobody needs the maxima any more
+        mailbox = totals + np.uint32(4 * (ROWS * group + my_row))
         if member == 0:
             store_shared(mailbox, total_0)
             store_shared(mailbox + np.uint32(32), total_1)
-        named_barrier(1, 256)
-        other = maxima + np.uint32(4 * (ROWS * (1 - group) + my_row))
+        mbarrier_arrive(met)
+        wait(met, np.uint32(1))
+        other = totals + np.uint32(4 * (ROWS * (1 - group) + my_row))
         total_0 += load_shared_float(other)
         total_1 += load_shared_float(other + np.uint32(32))
         for r in range(2):
