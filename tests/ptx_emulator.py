@@ -353,6 +353,7 @@ class Emulator:
             pack_f16=lambda low, high: pack(low, high, lambda values: values.astype(np.float16)),
             shared_address=lambda array: np.uint32(SHARED_START),
             array_address=lambda array: np.uint64(self.block.starts[id(array)]),
+            exp2=lambda x: np.exp2(np.float32(x)),
         )
 
     def _make_wgmma(self) -> Any:

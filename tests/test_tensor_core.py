@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+import ddtree_numba.ptx
 from ddtree_numba.backend import ON_GPU
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.stages.tree_attention import (
@@ -75,7 +76,8 @@ def emulated(monkeypatch, rng, tiling, batch, splits=1, may_be_nan=False):
     for module in (tensor_core, hopper):
         monkeypatch.setattr(module, "cuda", emulator.cuda)
         monkeypatch.setattr(module, "ptx", emulator.ptx)
-        monkeypatch.setattr(module, "array_address", emulator.ptx.array_address)
+        for name in set(ddtree_numba.ptx.__all__) & set(vars(module)):  # on a GPU they can't be called from Python
+            monkeypatch.setattr(module, name, getattr(emulator.ptx, name))
     monkeypatch.setattr(hopper, "wgmma", emulator.wgmma)
     is_bfloat16 = batch.q.dtype == np.uint16
     if isinstance(tiling, HopperTiling):
