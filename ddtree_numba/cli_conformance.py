@@ -26,10 +26,17 @@ if TYPE_CHECKING:
 
 def add_conformance(app: typer.Typer) -> None:
     """Register both commands."""
-    vectors = typer.Typer(help="Golden vectors for implementations in any language.", no_args_is_help=True)
+    vectors = typer.Typer(help="Golden vectors for implementations in any language.")
+    vectors.callback(invoke_without_command=True)(_show_help)
     vectors.command("write")(write)
     app.add_typer(vectors, name="vectors")
     app.command("conformance")(conformance)
+
+
+def _show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
 
 
 _Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Draws the random cases, 0 to 2**64 - 1.")]
@@ -53,7 +60,8 @@ def write(
         try:
             manifest = write_vectors(folder, seed, tell)
         except ValueError:
-            raise RefusedError("DIR", f"{folder}, which is not empty", "a new or an empty folder") from None
+            what = "not empty" if folder.is_dir() else "no folder"
+            raise RefusedError("DIR", f"{folder}, which is {what}", "a new or an empty folder") from None
         except OSError as error:
             raise RefusedError("DIR", f"{folder} ({error.strerror})", "a folder that can be written") from None
     size = sum(entry["bytes"] for entry in manifest["cases"])

@@ -473,7 +473,7 @@ def test_vectors_are_made_when_none_are_given():
             ("conformance", "--impl", "ddtree_numba", "--only", "positions/*", "--json", "-", "--junit", "-"),
             "--json, --junit: got - for both, needs two places",
         ),
-        (("vectors", "write", "/dev/null"), "DIR: got /dev/null, which is not empty"),
+        (("vectors", "write", "/dev/null"), "DIR: got /dev/null, which is no folder"),
         (("vectors", "write", "/dev/null/x"), "DIR: got /dev/null/x (File exists), needs a folder"),
         (("vectors", "write", "x", "--seed", "-1"), "--seed: got -1, needs a whole number"),
     ],
@@ -483,3 +483,10 @@ def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments, m
     assert cli._outcome() == 2
     out, errors = capsys.readouterr()
     assert out == "" and errors.startswith(f"ddtree: {message}") and errors.count("\n") == 1, errors
+
+
+def test_vectors_without_a_command_says_which_there_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddtree", "vectors"])
+    assert cli._outcome() == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert "ddtree vectors" in lines[0] and any(line.startswith("  write ") for line in lines)

@@ -189,7 +189,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "mine").write_text("x")
     with pytest.raises(ValueError, match="not empty"):
         write_vectors(tmp_path)
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(ValueError, match="which is no folder, needs"):
         write_vectors(tmp_path / "mine")
     assert os.listdir(tmp_path) == ["mine"]
 

@@ -92,7 +92,8 @@ def write_vectors(
     check_integer("seed", seed, 0, 2**64 - 1)
     target = Path(os.path.abspath(folder))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ValueError(f"folder: got {folder}, which is not empty, needs a new or an empty one")
+        what = "not empty" if target.is_dir() else "no folder"
+        raise ValueError(f"folder: got {folder}, which is {what}, needs a new or an empty one")
     target.parent.mkdir(parents=True, exist_ok=True)
     is_there = target.exists()
     # Inside a folder that is there: it may be another file system's, and its parent not ours to write to.

@@ -104,26 +104,17 @@ def _alike(names: tuple[str, ...], measured: dict[str, Row]) -> list[str]:
 def kernels_table(rows: Sequence[Row]) -> list[str]:
     """Return a row for each work: our time, its floor, how much of the floor is reached, every peer with its ratio."""
     _check("rows", rows, ("id", "work", "ours_us", "floor_us", "peers", "max_rel_error"))
-    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    head = [
-        "work",
-        "ours, µs",
-        "floor, µs",
-        "of the floor",
-        *(f"{name}, µs" for name in peers),
-        "largest relative error",
-    ]
-    return _table(head, (_kernel(row, peers) for row in rows))
+    head = ["work", "ours, µs", "floor, µs", "of the floor", "others, µs", "largest relative error"]
+    return _table(head, map(_kernel, rows))
 
 
-def _kernel(row: Row, peers: Sequence[str]) -> Iterator[Any]:
+def _kernel(row: Row) -> Iterator[Any]:
     yield f"{row['work']} (`{row['id']}`)"
     yield _time(row["ours_us"])
     yield _time(row["floor_us"])
     yield _share(row["floor_us"], row["ours_us"])
-    for name in peers:
-        time = row["peers"].get(name)
-        yield NOTHING if time is None else f"{_time(time)} ({_times(time / row['ours_us'])})"
+    peers = [(name, time) for name, time in row["peers"].items() if time is not None]
+    yield ", ".join(f"{name} {_time(time)} ({_times(time / row['ours_us'])})" for name, time in peers) or NOTHING
     others = ", ".join(f"{name} {error:.1e}" for name, error in row.get("peer_errors", {}).items())
     yield f"{row['max_rel_error']:.1e}" + (f" ({others})" if others else "")
 
