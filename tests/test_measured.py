@@ -65,6 +65,7 @@ MADE_UP = {
     "ceilings": {"a rate": 4.25, "another": None},
     "skipped": {"a peer on top_b64": "no such peer"},
     "costs": {"launch_python_us": 28.04, "graph_replay_us": 5.5, "other_us": 0.31},
+    "profiles": [{"id": "tree_64", "bound": "The chain of nodes.", "figures": {"instructions a node": 107}}],
 }
 
 PAGE = """# Page
@@ -142,6 +143,9 @@ def test_everything_is_on_the_page(tmp_path: Path) -> None:
         "28.0",
         "a rate",
         "no such peer",
+        "What bounds",
+        "The chain of nodes.",
+        "107",
     ):
         assert part in page, part
     order = ["before", "Only with numbers", "what* the clock says", "naive", "Costs of a launch", "28.0", "after"]
@@ -152,6 +156,7 @@ def test_everything_is_on_the_page(tmp_path: Path) -> None:
 def test_work_floor_and_peers(measured: Any) -> None:
     head, marks, first, second = rows_of(measured.kernels_table(MADE_UP["rows"]))
     assert head[:4] == ["work", "ours, µs", "floor, µs", "of the floor"]
+    assert measured._error(0.0) == "0"
     assert head[4:] == ["others, µs", "largest relative error"]
     assert marks == ["---", *["---:"] * 3, "---", "---:"]
     assert first[0] == "64 requests of 15 depths (`top_b64`)"

@@ -20,6 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 KERNELS = "h200.json"
 TITLES = {
     "h200": "Kernels on an H200",
+    "h200_profiles": "What the profiler says",
     "h200_checks": "Tests and errors on an H200",
     "cpu": "The command and the small model on a CPU",
     "generate": "The run in the README's picture",
@@ -68,6 +69,8 @@ def as_markdown(report: dict[str, Any]) -> list[str]:
             lines += ladder_tables(report, stage)
     if report.get("costs"):
         lines += ["### What a launch costs", "", *costs_table(report)]
+    for profile in report.get("profiles", []):
+        lines += _profile(profile)
     if measured := report.get("measured"):
         for names in dict.fromkeys(tuple(numbers) for numbers in measured.values()):
             alike = {test.rpartition("/")[2]: n for test, n in measured.items() if tuple(n) == names}
@@ -78,6 +81,18 @@ def as_markdown(report: dict[str, Any]) -> list[str]:
 def _where(report: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
     return [f"On {report['machine']}, {report['date']}. {versions}."]
+
+
+def _profile(profile: Row) -> list[str]:
+    """Return what a profiler said of one work: its conclusion, and the numbers that show it."""
+    _check("profiles", [profile], ("id", "bound", "figures"))
+    return [
+        f"### What bounds `{profile['id']}`",
+        "",
+        profile["bound"],
+        "",
+        *_table(["what", "measured"], profile["figures"].items()),
+    ]
 
 
 def _alike(names: tuple[str, ...], measured: dict[str, Row]) -> list[str]:
@@ -115,8 +130,8 @@ def _kernel(row: Row) -> Iterator[Any]:
     yield _share(row["floor_us"], row["ours_us"])
     peers = [(name, time) for name, time in row["peers"].items() if time is not None]
     yield ", ".join(f"{name} {_time(time)} ({_times(time / row['ours_us'])})" for name, time in peers) or NOTHING
-    others = ", ".join(f"{name} {error:.1e}" for name, error in row.get("peer_errors", {}).items())
-    yield f"{row['max_rel_error']:.1e}" + (f" ({others})" if others else "")
+    others = ", ".join(f"{name} {_error(error)}" for name, error in row.get("peer_errors", {}).items())
+    yield _error(row["max_rel_error"]) + (f" ({others})" if others else "")
 
 
 def ladder_tables(report: dict[str, Any], stage: str) -> list[str]:
@@ -185,6 +200,10 @@ def _number(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _error(error: float) -> str:
+    return f"{error:.1e}" if error else "0"
 
 
 def _time(us: float | None) -> str:
