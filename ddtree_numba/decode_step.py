@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer, describe_array
-from ddtree_numba.backend import ON_GPU, as_stream, block_threads, cuda, is_device_array
+from ddtree_numba.backend import ON_GPU, as_stream, cuda, is_device_array
+from ddtree_numba.commit_side import MAX_DRAFT_LENGTH, launch_commit_side
 from ddtree_numba.device_library import as_device, library_of, stream_for
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
 from ddtree_numba.launch_graph import Recorded
-from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk_reference, check_walk, walk_request
+from ddtree_numba.stages.accept_walk import AcceptedPath, accept_walk_reference, check_walk
 from ddtree_numba.stages.ancestor_bitmask import (
     ancestor_bitmask,
     ancestor_bitmask_reference,
@@ -26,12 +27,12 @@ from ddtree_numba.stages.ancestor_bitmask import (
 from ddtree_numba.stages.best_first_tree import best_version as best_tree_version
 from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
 from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
-from ddtree_numba.stages.kv_commit import advance_request, check_commit, commit_kv_reference, kv_words, launch_move
+from ddtree_numba.stages.kv_commit import check_commit, commit_kv_reference, kv_words
 from ddtree_numba.stages.top_candidates import best_version as best_candidates_version
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
 from ddtree_numba.stages.top_candidates.fused import workspace_for
 
-__all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference", "walk_and_advance_kernel"]
+__all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference"]
 
 
 def _candidates_for(budget: int, k: int | None) -> int:
@@ -91,18 +92,6 @@ class DecodeStepReference:
         return path
 
 
-@cuda.jit
-def walk_and_advance_kernel(tree, target_tokens, path, kv_pool, block_table, prefix_lengths, status):
-    """Walk the tree of one request in each thread, then advance its length: `commit_kv_kernel` may follow.
-
-    The arrays, launch and needs of `accept_walk_kernel` and `advance_lengths_kernel`. One launch less: 2 us.
-    """
-    b = cuda.grid(1)
-    if b < status.shape[0]:
-        walk_request(b, tree, target_tokens, path)
-        advance_request(b, kv_pool, block_table, prefix_lengths, path.accept_slots, path.accept_count, status)
-
-
 class DecodeStep:
     """The step on the device, over buffers made once: no host copy, allocation or synchronisation between stages.
 
@@ -119,7 +108,7 @@ class DecodeStep:
         `k` is K, the candidates of a depth; None: the budget, which is as many as a tree can use.
         """
         self.batch = check_integer("batch", batch, 1, 2**31 - 1)
-        self.draft_length = check_integer("draft_length", draft_length, 0, 64)
+        self.draft_length = check_integer("draft_length", draft_length, 0, MAX_DRAFT_LENGTH)
         self.vocab = check_integer("vocab", vocab, 1, 2**31 - 1)
         self.budget = check_integer("budget", budget, 0, MAX_BUDGET)
         self.k = min(_candidates_for(self.budget, k), self.vocab)
@@ -144,6 +133,7 @@ class DecodeStep:
         """The accepted path of the round."""
         self.commit_status = cuda.device_array(batch, np.int32)
         """[B] int32: what the commit stage found, 0 when every row moved."""
+        self._arrived = cuda.to_device(np.zeros(batch, np.uint32))
         self._drafted = False
         self._workspace = None
         if draft_length > 0 and best_candidates_version(self.k, vocab) == "fused":
@@ -216,7 +206,7 @@ class DecodeStep:
     ) -> None:
         check_walk(self.tree, target_tokens, self.draft_length)
         path = (self.path.accept_slots, self.path.accept_count)
-        batch, layers = check_commit(kv_pool, block_table, prefix_lengths, *path)
+        check_commit(kv_pool, block_table, prefix_lengths, *path)
         inputs = {
             "target_tokens": target_tokens,
             "kv_pool": kv_words(kv_pool),
@@ -224,12 +214,9 @@ class DecodeStep:
             "prefix_lengths": prefix_lengths,
         }
         transfer = Transfer(stream, inputs)
-        targets, *cache = map(transfer.input, inputs.values())
-        threads = block_threads(32, simulator=8)
-        walk_and_advance_kernel[-(-batch // threads), threads, transfer.stream](
-            self.tree, targets, self.path, *cache, self.commit_status
-        )
-        launch_move((*cache, *path, self.commit_status), batch, layers, transfer.stream)
+        targets, pool, table, lengths = map(transfer.input, inputs.values())
+        outputs = (self._arrived, self.commit_status)
+        launch_commit_side(self.tree, targets, self.path, pool, table, lengths, *outputs, transfer.stream)
 
     def prepare(
         self,

@@ -26,6 +26,7 @@ from ddtree_numba.benchmark.rounds import RoundCase
 from ddtree_numba.benchmark.timing import L2_BYTES, sets_past_l2
 from ddtree_numba.benchmark.trees import TreeCase
 from ddtree_numba.bfloat16 import from_bfloat16
+from ddtree_numba.commit_side import launch_commit_side
 from ddtree_numba.draft_tree import check_tree
 from ddtree_numba.stages.best_first_tree import build_tree_reference
 from ddtree_numba.stages.top_candidates import top_candidates
@@ -153,11 +154,12 @@ def break_trees(monkeypatch):
 
 
 def break_rounds(monkeypatch):
-    def moves_nothing_and_counts_wrong(arrays, batch, layers, stream):
-        lengths = arrays[2]
+    def counts_wrong(*arrays):
+        launch_commit_side(*arrays)
+        lengths = arrays[5]
         lengths.copy_to_device(lengths.copy_to_host() + 1)
 
-    monkeypatch.setattr("ddtree_numba.decode_step.launch_move", moves_nothing_and_counts_wrong)
+    monkeypatch.setattr("ddtree_numba.decode_step.launch_commit_side", counts_wrong)
 
 
 @pytest.mark.skipif(ON_GPU, reason="breaks what the simulator runs")
@@ -167,7 +169,7 @@ def break_rounds(monkeypatch):
         (SMALL[0], break_candidates, "tokens of request"),
         (SMALL[1], break_trees, "positions of the tree"),
         (SMALL[2], break_attention, "a place is left out"),
-        (SMALL[3], break_rounds, "(KV rows|prefix length) of the round"),
+        (SMALL[3], break_rounds, "prefix length of the round"),
     ],
     ids=lambda value: getattr(value, "id", None),
 )

@@ -7,9 +7,12 @@ import pytest
 
 from ddtree_numba.backend import cuda
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
-from ddtree_numba.draft_tree import check_tree
+from ddtree_numba.draft_tree import STATUS_BAD_PAGE, STATUS_BROKEN_LINK, STATUS_OK, DraftTree, check_tree, random_tree
+from ddtree_numba.launch_graph import Recorded
+from ddtree_numba.stages.accept_walk import accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
 from ddtree_numba.stages.best_first_tree import build_tree_reference
+from ddtree_numba.stages.kv_commit import commit_kv_reference
 from ddtree_numba.stages.top_candidates import top_candidates_reference
 from ddtree_numba.stages.tree_attention import tree_attention, tree_attention_reference
 from ddtree_numba.synthetic import random_target_tokens
@@ -237,6 +240,152 @@ def test_wrong_sizes_are_named(arguments, message):
     sizes = {"batch": 1, "draft_length": 4, "vocab": 8, "budget": 3} | arguments
     with pytest.raises(ValueError, match=message):
         DecodeStep(**sizes)
+
+
+def commit_case(rng, batch, layers, width, *, draft_length=12, budget=30, page_size=4, dtype=np.uint16, vocab=6):
+    """A step of random trees, and `commit`'s arguments: the deepest node accepted, shuffled pages, ragged prefixes."""
+    step = DecodeStep(batch, draft_length, 8, budget)
+    tree = random_tree(rng, batch, budget, vocab=vocab, max_depth=draft_length, node_counts=[budget + 1] * batch)
+    targets = random_target_tokens(rng, tree, vocab)
+    for b, slot in enumerate(tree.depths.argmax(-1).tolist()):
+        while slot > 0:
+            parent = tree.parents[b, slot]
+            targets[b, parent] = tree.token_ids[b, slot]
+            slot = parent
+    max_pages = -(-(20 + budget + 1) // page_size)
+    pool_bytes = (layers, batch * max_pages + 2, page_size, width * np.dtype(dtype).itemsize)
+    pool = rng.integers(0, 256, pool_bytes, dtype=np.uint8).view(dtype)  # every kind of NaN among them
+    table = rng.permutation(pool.shape[1])[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
+    return step, tree, (targets, pool, table, rng.integers(0, 20, batch).astype(np.int32))
+
+
+def assert_commits_as_the_stages(step, tree, arguments):
+    """Commit `tree` with the step on poisoned results and compare all with the stages' references; return them."""
+    for mine, theirs in zip(step.tree, tree, strict=True):
+        mine.copy_to_device(theirs)
+    for result in (*step.path, step.commit_status):
+        result.copy_to_device(poisoned(result.shape, np.int32))
+    step._drafted = True
+    on_card = on_device(arguments)
+    path = on_host(step.commit(*on_card))
+    targets, pool, table, prefix = arguments
+    expected = accept_walk_reference(tree, targets, step.draft_length)
+    status = commit_kv_reference(pool, table, prefix, expected.accept_slots, expected.accept_count)
+    assert_same(path, expected)
+    for got, want in zip(on_host(on_card), arguments, strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+    np.testing.assert_array_equal(step.commit_status.copy_to_host(), status)
+    np.testing.assert_array_equal(step._arrived.copy_to_host(), 0)
+    return expected, status
+
+
+@pytest.mark.parametrize("dtype, width", [(np.uint16, 7), (np.float16, 3), (np.float32, 11), (np.uint8, 5)])
+@pytest.mark.parametrize("batch, layers", [(1, 5), (3, 2)])
+def test_commit_side_equals_the_stages(rng, batch, layers, dtype, width):
+    moved = 0
+    for _ in range(3):
+        path, status = assert_commits_as_the_stages(*commit_case(rng, batch, layers, width, dtype=dtype))
+        moved += int((path.accept_slots > np.arange(path.accept_slots.shape[1])).sum())
+        assert not status.any()
+    assert moved > 2, "hardly a row had to move"
+
+
+@pytest.mark.parametrize("length, layers", [(6, 3), (20, 1), (64, 2)])
+def test_commit_side_moves_the_rows_of_a_long_path_in_order(rng, length, layers):
+    """The path's slots are 0, 2, 4, ...: half of its rows lie where others go, and a row written too early is lost."""
+    sizes = {"draft_length": length, "budget": 2 * length}
+    step, tree, (targets, *cache) = commit_case(rng, 1, layers, 2, **sizes)
+    chain = np.arange(2 * length + 1, dtype=np.int32)
+    tree.token_ids[:], tree.next_sibling[:], tree.node_count[:] = chain, -1, len(chain)
+    tree.first_child[:] = targets[:] = np.where(chain + 2 < len(chain), chain + 2, -1)
+    path, status = assert_commits_as_the_stages(step, tree, (targets, *cache))
+    assert path.accept_slots[0].tolist() == list(range(0, 2 * length + 1, 2))
+    assert not status.any()
+
+
+def test_commit_side_takes_broken_trees_as_the_walk_does(rng):
+    step, tree, arguments = commit_case(rng, 5, 1, 2)
+    tree.first_child[1], tree.next_sibling[3], tree.node_count[4] = 0, 77, 0
+    path, status = assert_commits_as_the_stages(step, tree, arguments)
+    assert path.status[1] == path.status[4] == STATUS_BROKEN_LINK
+    assert not status.any()
+
+
+def test_commit_side_of_links_of_noise(rng):
+    for _ in range(4):
+        step, tree, (_, *cache) = commit_case(rng, 6, 1, 2, draft_length=5, budget=9)
+        tree.first_child[:], tree.next_sibling[:] = rng.integers(-2, 11, (2, 6, 10))
+        tree.token_ids[:], tree.node_count[:] = rng.integers(0, 2, (6, 10)), rng.integers(-1, 12, 6)
+        assert_commits_as_the_stages(step, tree, (rng.integers(0, 2, (6, 10)).astype(np.int32), *cache))
+
+
+@pytest.mark.parametrize("what", ["prefix negative", "prefix far behind", "row behind", "page", "page negative"])
+def test_commit_side_keeps_rows_and_length_of_a_request_with_a_status(rng, what):
+    step, tree, (targets, pool, table, prefix) = commit_case(rng, 3, 3, 2)
+    slots = accept_walk_reference(tree, targets, step.draft_length).accept_slots[1]
+    behind = table.shape[1] * PAGE - slots.max()  # the last row of the path is then the first behind the table
+    prefix[1] = {"prefix negative": -1, "prefix far behind": 2**31 - 1, "row behind": behind}.get(what, 3)
+    if what.startswith("page"):
+        table[1, (3 + slots.max()) // PAGE] = -1 if what == "page negative" else pool.shape[1]
+    before, old = pool.copy(), prefix.copy()
+    _, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
+    assert status.tolist() == [STATUS_OK, STATUS_BAD_PAGE, STATUS_OK]
+    assert prefix[1] == old[1]
+    pages = table[1][(table[1] >= 0) & (table[1] < pool.shape[1])]
+    np.testing.assert_array_equal(pool[:, pages], before[:, pages])
+
+
+@pytest.mark.parametrize("page", [-1, 10**6])
+def test_commit_side_looks_at_pages_that_rows_only_move_to(rng, page):
+    """Rows 3 + 0, 3 + 9, 3 + 10 belong at 3, 4, 5: nothing is read in the page of rows 4 to 7."""
+    step, tree, (targets, pool, table, prefix) = commit_case(rng, 1, 2, 2)
+    tree.first_child[0, :11], tree.next_sibling[:] = [9, *[-1] * 8, 10, -1], -1
+    targets[0, [0, 9]], targets[0, 10] = tree.token_ids[0, [9, 10]], -5
+    prefix[0], table[0, 1] = 3, page
+    path, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
+    assert path.accept_slots[0, :4].tolist() == [0, 9, 10, -1]
+    assert status[0] == STATUS_BAD_PAGE
+
+
+def test_commit_side_reaches_the_last_row_and_the_longest_path(rng):
+    step, tree, (targets, pool, table, prefix) = commit_case(rng, 2, 1, 2)
+    slots = accept_walk_reference(tree, targets, step.draft_length).accept_slots
+    prefix[:] = table.shape[1] * PAGE - 1 - slots.max(1)
+    _, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
+    assert not status.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "batch, layers, width, page_size, draft_length, budget",
+    [(1, 61, 576, 64, 15, 64), (64, 61, 576, 16, 15, 64), (700, 3, 16, 8, 15, 64), (2, 7, 577, 1, 64, 1024)],
+)
+def test_gpu_commit_side_at_model_size(rng, batch, layers, width, page_size, draft_length, budget):
+    sizes = {"draft_length": draft_length, "budget": budget, "page_size": page_size}
+    for vocab in (4, 60):
+        _, status = assert_commits_as_the_stages(*commit_case(rng, batch, layers, width, vocab=vocab, **sizes))
+        assert not status.any()
+
+
+@pytest.mark.gpu
+def test_gpu_commit_side_in_a_callers_graph(rng):
+    """A plan on a stream that is captured: its kernels become part of that graph, and replay with new contents."""
+    batch = 2
+    toy = Toy(rng, batch)
+    step = PreparedStep(batch, toy)
+    step.draft(toy.draft_logits(), toy.roots(), toy.prefix_lengths)
+    targets = rng.integers(0, VOCAB, (batch, BUDGET + 1)).astype(np.int32)
+    arguments = (targets, toy.kv_pool, toy.block_table, toy.prefix_lengths)
+    for mine, array in zip((*step.cache, step.inputs[2]), arguments, strict=True):
+        mine.copy_to_device(array)
+    outer = Recorded(step.plan.commit)
+    tree = DraftTree(*on_host(step.plan.step.tree))
+    for _ in range(2):
+        expected = accept_walk_reference(tree, targets, DEPTHS)
+        commit_kv_reference(*arguments[1:], expected.accept_slots, expected.accept_count)
+        outer.replay()
+        assert_same(on_host(step.plan.step.path), expected)
+        assert_same(on_host((step.cache[1], step.inputs[2])), (toy.kv_pool, toy.prefix_lengths))
 
 
 @cuda.jit

@@ -33,8 +33,9 @@ from ddtree_numba.draft_tree import (
     DraftTree,
     check_tree_arrays,
 )
+from ddtree_numba.ptx import inlined
 
-__all__ = ["AcceptedPath", "accept_walk", "accept_walk_kernel", "accept_walk_reference", "check_walk", "walk_request"]
+__all__ = ["AcceptedPath", "accept_walk", "accept_walk_kernel", "accept_walk_reference", "check_walk", "walk"]
 
 
 class AcceptedPath(NamedTuple):
@@ -114,47 +115,39 @@ def _walk(
         visited.append(child)
 
 
-@cuda.jit(device=True)
-def walk_request(b, tree, target_tokens, path):
-    """Walk the tree of request `b` in this thread; arguments as in `accept_walk_kernel`."""
-    slots, columns = target_tokens.shape[1], path.accept_slots.shape[1]
-    count, status = tree.node_count[b], STATUS_OK
+@inlined
+def walk(tokens, first_child, next_sibling, targets, count, slots_of_path):
+    """Walk one request's tree in this thread; return how many slots were accepted, and the status.
+
+    tokens, first_child, next_sibling, targets (N int32 each, in any memory): of the request, see `accept_walk_kernel`.
+    count (int32): its `node_count`, whatever that is.
+    slots_of_path (L + 1 int32): the accepted slots are written from 0 on, the rest is left alone.
+    """
+    slots, status = np.int32(len(tokens)), np.int32(STATUS_OK)
     if count < 1 or count > slots:
-        count, status = min(max(count, 1), slots), STATUS_BROKEN_LINK
-
-    node, accepted, looked_at = 0, 0, 0
-    walking = True
-    while walking:
-        # A child that matches holds the target's token, and without one that token is the bonus: it is emitted here
-        # in either case.
-        target = target_tokens[b, node]
-        path.accept_slots[b, accepted] = node
-        path.accept_tokens[b, accepted] = target
-        accepted += 1
-
-        walking = False
-        child = tree.first_child[b, node]
-        while child != -1:
-            # Every turn of this loop looks at one more node, and the last clause allows each below the root one look:
-            # whatever the links are, the walk ends.
-            if child <= node or child >= count or looked_at == count - 1:
-                status |= STATUS_BROKEN_LINK
+        count, status = min(max(count, np.int32(1)), slots), np.int32(STATUS_BROKEN_LINK)
+    slots_of_path[0] = 0
+    node, accepted, looks_left = np.int32(0), np.int32(1), np.int32(count - 1)
+    child, target = first_child[0], targets[0]
+    while child != -1:
+        # Every turn looks at one more node, and each below the root is allowed one look: whatever the links are, the
+        # walk ends.
+        if child <= node or child >= count or looks_left == 0:
+            status |= np.int32(STATUS_BROKEN_LINK)
+            break
+        looks_left = np.int32(looks_left - 1)
+        # All that may be asked about this node, before it is known what will be: one wait for memory, not two.
+        at = np.uint32(child)
+        matches = tokens[at] == target
+        wanted, below, beside = targets[at], first_child[at], next_sibling[at]
+        if matches:
+            if accepted == len(slots_of_path):
+                status |= np.int32(STATUS_TOO_DEEP)
                 break
-            looked_at += 1
-            if tree.token_ids[b, child] == target:
-                if accepted == columns:
-                    status |= STATUS_TOO_DEEP
-                else:
-                    node = child
-                    walking = True
-                break
-            child = tree.next_sibling[b, child]
-
-    path.accept_count[b] = accepted
-    path.status[b] = status
-    for column in range(accepted, columns):
-        path.accept_slots[b, column] = -1
-        path.accept_tokens[b, column] = -1
+            slots_of_path[np.uint32(accepted)] = child
+            accepted = np.int32(accepted + 1)
+        node, target, child = (child, wanted, below) if matches else (node, target, beside)
+    return accepted, status
 
 
 @cuda.jit
@@ -162,7 +155,7 @@ def accept_walk_kernel(tree, target_tokens, path):
     """Walk the tree of one request in each thread.
 
     tree (DraftTree, N slots): token_ids, first_child, next_sibling and node_count are read.
-    target_tokens (B, N int32): the target's token at every slot; read at slots of the path only.
+    target_tokens (B, N int32): the target's token at every slot.
     path (AcceptedPath, L + 1 columns): all of it is written.
 
     Launch: enough threads for B, in blocks of any size, no shared memory. A walk is a chain of dependent loads that
@@ -171,7 +164,15 @@ def accept_walk_kernel(tree, target_tokens, path):
     """
     b = cuda.grid(1)
     if b < target_tokens.shape[0]:
-        walk_request(b, tree, target_tokens, path)
+        targets, slots = target_tokens[b], path.accept_slots[b]
+        links = (tree.token_ids[b], tree.first_child[b], tree.next_sibling[b])
+        accepted, status = walk(*links, targets, tree.node_count[b], slots)
+        path.accept_count[b] = accepted
+        path.status[b] = status
+        # A child that matches holds the target's token at its parent, and where none does that token is the bonus.
+        for column in range(len(slots)):
+            slots[column] = slots[column] if column < accepted else -1
+            path.accept_tokens[b, column] = targets[slots[column]] if column < accepted else -1
 
 
 def accept_walk(

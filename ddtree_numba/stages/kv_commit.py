@@ -30,13 +30,11 @@ from ddtree_numba.draft_tree import MAX_BUDGET, STATUS_BAD_PAGE, STATUS_BROKEN_L
 
 __all__ = [
     "advance_lengths_kernel",
-    "advance_request",
     "check_commit",
     "commit_kv",
     "commit_kv_kernel",
     "commit_kv_reference",
     "kv_words",
-    "launch_move",
 ]
 
 
@@ -112,9 +110,24 @@ def _fault(kv_pool: np.ndarray, table: np.ndarray, prefix: int, slots: list[int]
     return STATUS_OK, ""
 
 
-@cuda.jit(device=True)
-def advance_request(b, kv_pool, block_table, prefix_lengths, accept_slots, accept_count, status):
-    """Check the commit of request `b` and, if nothing forbids it, advance its length; as `advance_lengths_kernel`."""
+@cuda.jit
+def advance_lengths_kernel(kv_pool, block_table, prefix_lengths, accept_slots, accept_count, status):
+    """Check the commit of one request in each thread and, if nothing forbids it, advance the request's length.
+
+    Runs before `commit_kv_kernel`, with the same arguments: thousands of blocks move rows of one request, and all of
+    them need the same verdict and the same old length. So one thread decides, once, and the length changes while no
+    block reads it; the blocks take the old one to be the new one less `accept_count`.
+
+    kv_pool ([layers, pages, page_size, words]): only its shape is read.
+    block_table (B, max_pages int32), accept_slots (B, L + 1 int32), accept_count (B int32).
+    prefix_lengths (B int32): advanced.
+    status (B int32): written.
+
+    Launch: enough threads for B, in blocks of any size, no shared memory.
+    """
+    b = cuda.grid(1)
+    if b >= status.shape[0]:
+        return
     count = accept_count[b]
     if count < 0 or count > accept_slots.shape[1]:
         status[b] = STATUS_BROKEN_LINK
@@ -139,26 +152,6 @@ def advance_request(b, kv_pool, block_table, prefix_lengths, accept_slots, accep
             return
     status[b] = STATUS_OK
     prefix_lengths[b] = prefix + count
-
-
-@cuda.jit
-def advance_lengths_kernel(kv_pool, block_table, prefix_lengths, accept_slots, accept_count, status):
-    """Check the commit of one request in each thread and, if nothing forbids it, advance the request's length.
-
-    Runs before `commit_kv_kernel`, with the same arguments: thousands of blocks move rows of one request, and all of
-    them need the same verdict and the same old length. So one thread decides, once, and the length changes while no
-    block reads it; the blocks take the old one to be the new one less `accept_count`.
-
-    kv_pool ([layers, pages, page_size, words]): only its shape is read.
-    block_table (B, max_pages int32), accept_slots (B, L + 1 int32), accept_count (B int32).
-    prefix_lengths (B int32): advanced.
-    status (B int32): written.
-
-    Launch: enough threads for B, in blocks of any size, no shared memory.
-    """
-    b = cuda.grid(1)
-    if b < status.shape[0]:
-        advance_request(b, kv_pool, block_table, prefix_lengths, accept_slots, accept_count, status)
 
 
 @cuda.jit
@@ -248,13 +241,8 @@ def commit_kv(
     arguments = (kv_words(pool), table, lengths, slots, counts, status)
     threads = block_threads(32, simulator=8)
     advance_lengths_kernel[-(-batch // threads), threads, transfer.stream](*arguments)
-    launch_move(arguments, batch, layers, transfer.stream)
+    commit_kv_kernel[(batch, layers), block_threads(128, simulator=4), transfer.stream](*arguments)
     return transfer.finish(status, pool, lengths)[0]
-
-
-def launch_move(arguments: tuple[Any, ...], batch: int, layers: int, stream: Any) -> None:
-    """Launch `commit_kv_kernel` on its device arrays; the lengths have been advanced."""
-    commit_kv_kernel[(batch, layers), block_threads(128, simulator=4), stream](*arguments)
 
 
 def check_commit(
