@@ -358,7 +358,7 @@ def test_commit_side_reaches_the_last_row_and_the_longest_path(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "batch, layers, width, page_size, draft_length, budget",
-    [(1, 61, 576, 64, 15, 64), (64, 61, 576, 16, 15, 64), (700, 3, 16, 8, 15, 64), (2, 7, 577, 1, 64, 1024)],
+    [(1, 61, 576, 64, 15, 64), (64, 9, 576, 16, 15, 64), (1500, 3, 16, 8, 15, 64), (2, 7, 577, 1, 64, 1024)],
 )
 def test_gpu_commit_side_at_model_size(rng, batch, layers, width, page_size, draft_length, budget):
     sizes = {"draft_length": draft_length, "budget": budget, "page_size": page_size}

@@ -116,19 +116,20 @@ def _walk(
 
 
 @inlined
-def walk(tokens, first_child, next_sibling, targets, count, slots_of_path):
+def walk(tokens, first_child, next_sibling, targets, slots, count, path_slots, path_tokens, columns):
     """Walk one request's tree in this thread; return how many slots were accepted, and the status.
 
-    tokens, first_child, next_sibling, targets (N int32 each, in any memory): of the request, see `accept_walk_kernel`.
-    count (int32): its `node_count`, whatever that is.
-    slots_of_path (L + 1 int32): the accepted slots are written from 0 on, the rest is left alone.
+    tokens, first_child, next_sibling, targets (int32 each, in any memory): of the request, see `accept_walk_kernel`.
+    slots, count, columns (int32): N, the request's `node_count`, L + 1.
+    path_slots, path_tokens (int32 each): the accepted slots and what is emitted, from 0 on; the rest is left alone.
     """
-    slots, status = np.int32(len(tokens)), np.int32(STATUS_OK)
+    status = np.int32(STATUS_OK)
     if count < 1 or count > slots:
         count, status = min(max(count, np.int32(1)), slots), np.int32(STATUS_BROKEN_LINK)
-    slots_of_path[0] = 0
     node, accepted, looks_left = np.int32(0), np.int32(1), np.int32(count - 1)
     child, target = first_child[0], targets[0]
+    # A child that matches holds the target's token, and without one that token is the bonus: it is emitted in any case.
+    path_slots[0], path_tokens[0] = node, target
     while child != -1:
         # Every turn looks at one more node, and each below the root is allowed one look: whatever the links are, the
         # walk ends.
@@ -141,10 +142,10 @@ def walk(tokens, first_child, next_sibling, targets, count, slots_of_path):
         matches = tokens[at] == target
         wanted, below, beside = targets[at], first_child[at], next_sibling[at]
         if matches:
-            if accepted == len(slots_of_path):
+            if accepted == columns:
                 status |= np.int32(STATUS_TOO_DEEP)
                 break
-            slots_of_path[np.uint32(accepted)] = child
+            path_slots[np.uint32(accepted)], path_tokens[np.uint32(accepted)] = child, wanted
             accepted = np.int32(accepted + 1)
         node, target, child = (child, wanted, below) if matches else (node, target, beside)
     return accepted, status
@@ -164,15 +165,16 @@ def accept_walk_kernel(tree, target_tokens, path):
     """
     b = cuda.grid(1)
     if b < target_tokens.shape[0]:
-        targets, slots = target_tokens[b], path.accept_slots[b]
-        links = (tree.token_ids[b], tree.first_child[b], tree.next_sibling[b])
-        accepted, status = walk(*links, targets, tree.node_count[b], slots)
+        tree_links = (tree.token_ids[b], tree.first_child[b], tree.next_sibling[b])
+        targets, columns = target_tokens[b], np.int32(path.accept_slots.shape[1])
+        sizes = (np.int32(len(targets)), tree.node_count[b])
+        emitted = (path.accept_slots[b], path.accept_tokens[b])
+        accepted, status = walk(*tree_links, targets, *sizes, *emitted, columns)
         path.accept_count[b] = accepted
         path.status[b] = status
-        # A child that matches holds the target's token at its parent, and where none does that token is the bonus.
-        for column in range(len(slots)):
-            slots[column] = slots[column] if column < accepted else -1
-            path.accept_tokens[b, column] = targets[slots[column]] if column < accepted else -1
+        for column in range(accepted, columns):
+            path.accept_slots[b, column] = -1
+            path.accept_tokens[b, column] = -1
 
 
 def accept_walk(
