@@ -9,8 +9,15 @@ other, for every row before the next. Here each block does all of it for some la
 - *Nothing is handed on.* Every block of a request walks for itself: it would have to wait for the path in any case.
 - *The old length.* All blocks of a request read it, so the last one to say that it has read it writes the new one.
 - *All rows are loaded at once.* A warp moves a row: loads it, waits for the others at a barrier, stores it.
-- *Little code.* Most instructions run once, and are then fetched from memory as data is. So arrays come flat, which
-  makes an address one multiply-add, and no loop is unrolled but the one over a lane's words.
+- *Little code.* Most instructions run once, and are fetched for that as data is. So arrays come flat, which makes an
+  address one multiply-add, and no loop is unrolled but the one over a lane's words. *No fence* either: one took 1400
+  cycles, more than the walk.
+
+What it buys: measured on an H200, as a graph, 61 layers of 576 bfloat16. One request, nothing in the L2: 6.7 us for a
+path of 3 nodes, 8.9 for one of 15 whose rows all move; 64 requests with random trees: 14.2. A launch for the walk and
+the lengths and one for the rows took 15.9, 41.2 and 53.7 in the same run.
+
+What it costs: the walk of a request is repeated by up to as many blocks as there are layers.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Recorded:
         if self._executable is None:
             self._launches(as_stream(stream))
             return
-        handle = 0 if stream is None else int(as_stream(stream))
+        handle = int(as_stream(stream)) if stream else 0
         if handle and self._is_capturing(handle):
             self._launches(as_stream(stream))
             return
