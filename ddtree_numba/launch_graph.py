@@ -7,6 +7,7 @@ is one call to the driver, which starts each kernel as soon as the one before ha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,8 @@ class Recorded:
                 finally:
                     self._graph = _check(driver.cuStreamEndCapture(handle))
             self._executable = _check(driver.cuGraphInstantiate(self._graph, 0))
+            # Not when Python exits: the driver's functions may be gone before a recording that a module keeps.
+            weakref.finalize(self, _destroy, driver, self._executable, self._graph).atexit = False
 
     def replay(self, stream: Any = None) -> None:
         """Put the launches on `stream` (Numba, torch, CuPy or a raw handle; None: the default stream)."""
@@ -62,10 +65,10 @@ class Recorded:
         status = _check(self._driver.cuStreamIsCapturing(handle))
         return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
-    def __del__(self) -> None:
-        if self._executable is not None:
-            self._driver.cuGraphExecDestroy(self._executable)
-            self._driver.cuGraphDestroy(self._graph)
+
+def _destroy(driver: Any, executable: Any, graph: Any) -> None:
+    driver.cuGraphExecDestroy(executable)
+    driver.cuGraphDestroy(graph)
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
