@@ -1,12 +1,13 @@
 """GPU instructions that Numba has no name for, as inline PTX, each with a stand-in for the simulator where one exists.
 
 An intrinsic is a function whose body is one PTX statement: the compiler puts it where the call stands. The
-draft side needs four kinds:
+draft side needs five kinds:
 
 - a load of 16 bytes by one thread: a quarter of the load instructions, and more bytes on their way at once
 - `exp2` as the one instruction that the special-function unit has
 - the maximum of two pairs of 16-bit numbers in one instruction
 - a reduction over the 32 lanes of a warp in one instruction, `redux.sync`
+- a count that blocks hand in, and with it what they wrote before
 
 Needs: compute capability 8.0.
 """
@@ -21,8 +22,8 @@ from ddtree_numba.backend import ON_GPU, cuda
 
 __all__ = [
     "array_address",
+    "count_in",
     "exp2",
-    "fence",
     "fused_multiply_add",
     "halves_to_float32",
     "inlined",
@@ -33,6 +34,7 @@ __all__ = [
     "load_16_bytes",
     "warp_max",
     "warp_min",
+    "warp_sum",
 ]
 
 inlined: Any = cuda.jit(device=True, forceinline=True) if ON_GPU else cuda.jit(device=True)
@@ -101,13 +103,22 @@ if ON_GPU:
         return types.float32(types.float32), inline_ptx("ex2.approx.ftz.f32 $0, $1;", "=f,f", _F32)
 
     @intrinsic
-    def fence(context):
-        """What this thread wrote before is seen, anywhere on the GPU, before what it writes after; reads alike.
+    def count_in(context, array, index, last):
+        """Count ``array[index]`` (uint32) up by one, from `last` to 0; return what it was.
 
-        PTX: ``fence.acq_rel.gpu``: enough for handing data on, and a third of the price of ``cuda.threadfence``, which
-        also puts the fences of all threads in one order.
+        What this thread wrote before is seen, anywhere on the GPU, by whoever counts later, and so is what its block
+        wrote before a barrier. PTX: ``atom.acq_rel.gpu.global.inc.u32``. One fence, where ``cuda.threadfence`` before
+        and after would be two, dearer ones, that also put the fences of all threads in one order.
         """
-        return types.void(), inline_ptx("fence.acq_rel.gpu;", "~{memory}", ir.VoidType(), side_effect=True)
+        template = "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;"
+        count = inline_ptx(template, "=r,l,r,~{memory}", _U32, side_effect=True)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            offset = builder.mul(arguments[1], ir.Constant(_U64, 4))
+            address = builder.add(first_element(context, builder, signature, arguments), offset)
+            return count(context, builder, signature, [address, arguments[2]])
+
+        return types.uint32(array, types.uint64, types.uint32), generate
 
     @intrinsic
     def fused_multiply_add(context, a, b, c):
@@ -153,15 +164,21 @@ if ON_GPU:
         """The smallest uint32 of the warp, to all of its 32 lanes. PTX: ``redux.sync.min.u32``."""
         return _redux("min")
 
+    @intrinsic
+    def warp_sum(context, value):
+        """The sum of the warp's uint32, to all of its 32 lanes. PTX: ``redux.sync.add.u32``."""
+        return _redux("add")
+
 else:
+
+    def count_in(array: Any, index: Any, last: Any) -> Any:
+        """Count ``array[index]`` up by one, from `last` to 0; simulated threads see each other's writes at once."""
+        return cuda.atomic.inc(array, index, last)
 
     def exp2(x: Any) -> Any:
         """2 to the power x, float32; NumPy stands in for the instruction."""
         with np.errstate(all="ignore"):
             return np.float32(np.exp2(np.float32(x)))
-
-    def fence() -> None:
-        """Nothing: simulated threads see each other's writes at once."""
 
     def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
         """A * b + c in float32; the product is exact in float64, so that the last rounding is the one that counts."""
@@ -169,11 +186,11 @@ else:
             return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
 
     def larger(a: Any, b: Any) -> Any:
-        """The larger of two float32, NaN if one is NaN."""
-        return np.maximum(a, b)
+        """The larger of two float32, the positive NaN if one is NaN."""
+        return np.float32(np.nan) if np.isnan(a) or np.isnan(b) else max(a, b)
 
     def _missing(*arguments: Any) -> Any:
         raise NotImplementedError("this instruction needs a GPU; Numba's simulator has no warps and no PTX")
 
     array_address = load_16_bytes = largest_bfloat16_pair = largest_float16_pair = halves_to_float32 = _missing
-    warp_max = warp_min = _missing
+    warp_max = warp_min = warp_sum = _missing

@@ -53,10 +53,11 @@ def candidates(rng: np.random.Generator) -> None:
                 got = top_candidates(values, 9, version=version)
                 np.testing.assert_array_equal(got[1], expected[1])
                 np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
-    ascending = np.arange(20000, dtype=np.float32)[None, None]  # the list of the fused rung fills up, whole and cut
-    for segments in (1, 3):
-        got = top_candidates(ascending, 64, version="fused", workspace=make_workspace(1, segments))
-        np.testing.assert_array_equal(got[1], top_candidates_reference(ascending, 64)[1])
+    ascending = np.arange(20000, dtype=np.float32)[None, None]
+    for logits in (ascending, np.zeros_like(ascending)):  # the second fills both lists of the fused rung
+        for segments in (1, 3):
+            got = top_candidates(logits, 64, version="fused", workspace=make_workspace(1, segments))
+            np.testing.assert_array_equal(got[1], top_candidates_reference(logits, 64)[1])
 
 
 def trees(rng: np.random.Generator) -> None:

@@ -5,29 +5,31 @@ every 512 candidates) for the best. Here one pass does it all:
 
 - *Eight at a time.* A thread loads 16 bytes at once, four times before it computes; while it waits, the other blocks of
   the multiprocessor compute.
-- *The sum without the maximum.* The terms are exp(x - reference), with the largest of the block's first round as the
-  reference; a thread that meets a larger one takes that, and scales its sum. Few ever do. A term is one multiply-add
-  and one `exp2`; 32 terms are added in float32, the rest in float64.
-- *A floor.* Only a vector whose largest logit is above the floor can hold one of the K best. Those are put into a list
-  in shared memory, the vector, not the logits: one comparison and one branch for 32 logits, as a rule. The floor
-  is the K-th largest of the largest logits that each of the 128 threads has seen, K of them being proof enough. It
-  rises whenever the list has grown by K, so that about 1.4 K (ln(V / 4096) + 1) vectors of the V / 8 are ever listed.
-- *Few rows, many blocks.* A row is cut into segments, one for each block. Each publishes its K best; the block that
-  happens to be the last of its row merges them.
+- *The sum without the maximum.* The terms are exp(x - reference), with the largest logit that the warp has seen as the
+  reference: it rises a few times in a row, and then the sums are scaled. A term is one multiply-add and one `exp2`; 32
+  terms are added in float32, the rest in float64.
+- *Keys, not candidates.* The logits that a thread loads at once are a *chunk*: four vectors of eight. Of each chunk the
+  pass keeps 16 bits, the upper half of its largest logit. The K chunks with the largest keys hold the K best logits,
+  but for ties: a logit elsewhere is at most as large as the largest of each.
+- *Few rows, many blocks.* A row is cut into segments, one for each block. The block that happens to be the last of its
+  row goes on alone; where a row has one block, that is the one.
 
-At its end a block opens the vectors that reach the floor, once more from memory, and ranks the logits that do by
-counting: some 90 of them, and each needs only the number of those before it.
-Should the vectors be many, K are enough: the K best vectors hold the K best logits. A vector's place in the order is
-that of its best logit (the larger first, then the one further left); a logit in a vector that K others beat is beaten
-by the best logit of each.
+What goes on has three steps. The *floor* is the K-th largest of the best keys that the 256 threads see among all the
+row's: K of them are proof enough. The chunks that reach it, some 77 of 5120, are *opened*, once more from memory, and
+the logits that reach it, about as many, are *ranked* by counting: each needs only the number of those before it.
 
-What it buys: measured on an H200, 64 x 15 rows of 163840 bfloat16 take 99 us; `topk` and `logsumexp` of torch took
-1917 in the same run. At the speed that 16-byte loads reach, reading them is 83. One request, 15 rows in 14 segments
-each: 19 us, in which a block waits for its own instructions, 2300 a warp in the scan and 1900 in the merge, most of
-them 4 to 6 cycles after the one before.
+Ties may make the chunks too many for their list. Then all that reach the floor are opened, in the order of memory, and
+whenever the logits found are too many for their place, the K-th best of those there is the new bound, exact to the
+token.
 
-What it costs: K up to 64; and rows made to be hard, where the list fills again and again, take several times as long.
-They are right all the same: a full list is cut to its K best.
+What it buys: measured on an H200, 64 x 15 rows of 163840 bfloat16 take 90 us; at the speed that 16-byte loads reach,
+reading them is 83. (`topk` and `logsumexp` of torch took 1917, in another run.) One request, 15 rows in 20 segments
+each, takes 12 us, of which an empty kernel takes 3. With lists of candidates in every block, the merge of which opened
+and ranked again, it was 99 and 19. Little of the 12 is reading: a row's last block takes one dependent step after the
+other, a wait for memory or a barrier each.
+
+What it costs: K up to 64; and ties by the thousand. 64 x 15 rows of equal logits take 780 us, those of one request 210;
+rows that ascend from -5 to 5, 240 and 54.
 """
 
 from __future__ import annotations
@@ -40,9 +42,19 @@ import numpy as np
 
 from ddtree_numba.arguments import check_integer
 from ddtree_numba.backend import ON_GPU, block_threads, cuda
-from ddtree_numba.block_reduce import SCRATCH_SIZE, block_max, block_sum
+from ddtree_numba.block_reduce import SCRATCH_SIZE, block_sum
 from ddtree_numba.device_library import scratch
-from ddtree_numba.ptx import exp2, fence, fused_multiply_add, inlined, kernel_for, larger, warp_max, warp_min
+from ddtree_numba.ptx import (
+    count_in,
+    exp2,
+    fused_multiply_add,
+    inlined,
+    kernel_for,
+    larger,
+    warp_max,
+    warp_min,
+    warp_sum,
+)
 from ddtree_numba.stages.top_candidates.number_formats import VECTOR, number_format
 
 __all__ = [
@@ -59,28 +71,29 @@ __all__ = [
 MAX_CANDIDATES = 64
 """The largest K."""
 
-THREADS = block_threads(128, simulator=4)
-_BLOCKS = 8  # that share a multiprocessor: 64 registers a thread
+THREADS = block_threads(256, simulator=4)
+_BLOCKS = 4  # that share a multiprocessor: 64 registers a thread
+_BLOCKS_OF_SEGMENTS = 3  # where a row has several: 80 registers, and all blocks of one request at once
 _LANES = 32 if ON_GPU else 1
-_WARPS = THREADS // _LANES
+WARPS = THREADS // _LANES
+_BESTS_OF_LANE = THREADS // _LANES
 
-_CAPACITY = 1024 if ON_GPU else 512  # of the shared lists: the logits of K vectors, or K keys and a batch
+# The simulator's are small, so that its short rows have long chunks and fill both lists.
+_GROUPS = 24 if ON_GPU else 4  # of chunks that a row is cut into, at least; a thread has their keys on the way at once
+_LIST_SIZE = 512 if ON_GPU else 8
+_CAPACITY = 1024 if ON_GPU else 96  # logits of the row in shared memory: more than K
 _PER_THREAD = _CAPACITY // THREADS
-_LIST_SIZE = _CAPACITY if ON_GPU else 128  # less in the simulator, so that its short rows fill it: K, a round and more
 _PADDING = 8
 _FOUND_SIZE = _CAPACITY + _PADDING
-
-PUBLISHED = 128
-"""Logits that a segment hands on, at most."""
+_SHARE = 2 if ON_GPU else 1  # neighbours that open a chunk together, or rank a logit
 
 _MOST_SEGMENTS = 65535  # a grid's second axis
-_AT_ONCE = 16  # segments whose keys a block has on their way at once
-_AHEAD = _AT_ONCE * PUBLISHED // THREADS
 
 _HALF = np.uint64(32)
 _SIGN = np.uint32(0x80000000)
-_COARSE = np.uint32(16)  # bits of a floor that are left 0
-_NO_FLOOR = np.uint32(1)  # less than any logit
+_COARSE = np.uint32(16)  # bits of a logit that its chunk's key lacks
+_ALL_LANES = np.uint32(0xFFFFFFFF)
+_NO_FLOOR = np.uint32(1)  # less than any logit's key
 _SMALLEST = np.float32(np.finfo(np.float32).min)
 _LOG2_E = np.float32(math.log2(math.e))
 _LOG2_E_EXACT = math.log2(math.e)
@@ -88,8 +101,9 @@ _LOG2_E_REST = math.log2(math.e) - float(_LOG2_E)  # to 2**-53: the float64 and 
 _LN_2 = math.log(2)
 _HUGE = np.float32(2.0**30)  # from here on, logits are equal or 64 and more apart
 
-_GPU_ROUND = 512  # vectors that a block has in its registers at once, at most
-_ROUND = _GPU_ROUND if ON_GPU else 8
+_VECTORS_OF_THREAD = 4 if ON_GPU else 2
+_ROUND = _VECTORS_OF_THREAD * THREADS  # vectors
+_GPU_ROUND = 1024
 _LISTED, _FOUND, _ARRIVED = 0, 1, 2  # places in the shared `state`
 
 
@@ -97,11 +111,11 @@ class Workspace(NamedTuple):
     """What the blocks of a row tell the last of them: device arrays, for R rows in S segments."""
 
     keys: Any
-    """[R, S * PUBLISHED] uint64: logits of each segment, its K best among them, in any order; see `_key`; 0: none."""
+    """[R, S * G * THREADS] uint16: the key of each chunk, see `_chunk_key`; G = `_groups_of_segment(S)` at most."""
     largest: Any
-    """[R, S] float32: the largest logit; NaN or +inf: the row is invalid."""
+    """[R, S * WARPS] float32: the largest logit that a warp has seen; NaN or +inf: the row is invalid."""
     totals: Any
-    """[R, S] float64: the sum of exp(logit - largest)."""
+    """[R, S * WARPS] float64: the warp's sum, in units of `_log2_unit(_usable(largest))`."""
     arrived: Any
     """[R] uint32: blocks of the row that are done; 0 before a launch and after it."""
 
@@ -119,9 +133,9 @@ def make_workspace(rows: int, segments: int, stream: Any = 0) -> Workspace:
     arrived = scratch(rows, np.uint32, stream)
     _clear_kernel[-(-rows // THREADS), THREADS, stream](arrived)  # a kernel, which a graph can record; not a copy
     return Workspace(
-        scratch((rows, segments * PUBLISHED), np.uint64, stream),
-        scratch((rows, segments), np.float32, stream),
-        scratch((rows, segments), np.float64, stream),
+        scratch((rows, segments * _groups_of_segment(segments) * THREADS), np.uint16, stream),
+        scratch((rows, segments * WARPS), np.float32, stream),
+        scratch((rows, segments * WARPS), np.float64, stream),
         arrived,
     )
 
@@ -137,11 +151,13 @@ def check_workspace(workspace: Any, rows: int) -> None:
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace: got {type(workspace).__name__}, needs a Workspace, from fused.make_workspace")
     shape: tuple[int, ...] = getattr(workspace.totals, "shape", ())
-    held, segments = shape if len(shape) == 2 else (rows, 1)
+    held, parts = shape if len(shape) == 2 else (rows, WARPS)
+    segments = parts // WARPS
+    check_integer("segments of workspace", segments, 1, _MOST_SEGMENTS)
     needed = {
-        "totals": ((held, segments), np.float64),
-        "largest": ((held, segments), np.float32),
-        "keys": ((held, segments * PUBLISHED), np.uint64),
+        "totals": ((held, segments * WARPS), np.float64),
+        "largest": ((held, segments * WARPS), np.float32),
+        "keys": ((held, segments * _groups_of_segment(segments) * THREADS), np.uint16),
         "arrived": ((held,), np.uint32),
     }
     # Not by `ArrayCheck`, which takes several times as long: this comes before every launch.
@@ -155,20 +171,22 @@ def check_workspace(workspace: Any, rows: int) -> None:
             raise ValueError(f"workspace.{name}: got shape {array.shape}, needs {shape}")
     if held < rows:
         raise ValueError(f"workspace: got room for {held} rows, needs {rows}, one for each depth of each request")
-    check_integer("segments of workspace", segments, 1, _MOST_SEGMENTS)
 
 
 def segments_for(rows: int, vocab: int, multiprocessors: int) -> int:
-    """Return into how many segments to cut each row: four blocks for each multiprocessor, of whole rounds.
-
-    At most 16, so that the last block has all that they published on its way at once.
+    """Return into how many segments to cut each row: as many blocks as run at once, of whole rounds.
 
     >>> [segments_for(rows, 163840, multiprocessors=132) for rows in (1, 15, 132, 960)]
-    [14, 14, 4, 1]
+    [20, 20, 3, 1]
     """
     rounds = -(-_vectors(vocab) // _GPU_ROUND)
-    rounds_of_block = max(-(-rounds * rows // (4 * multiprocessors)), -(-rounds // _AT_ONCE))
+    rounds_of_block = -(-rounds * rows // (_BLOCKS_OF_SEGMENTS * multiprocessors))
     return -(-rounds // min(rounds, rounds_of_block))
+
+
+def _groups_of_segment(segments: int) -> int:
+    """Return into how many groups of chunks to cut each of a row's `segments`, at most."""
+    return -(-_GROUPS // segments)
 
 
 def _vectors(vocab: int, aligned: bool = True) -> int:
@@ -251,82 +269,119 @@ def _factor_and_offset(reference):
 
 
 @inlined
-def _smallest_and_largest(mine, extremes):
-    """Return both of the block's uint32 `mine`; one barrier."""
-    warp = cuda.threadIdx.x // _LANES
-    smallest, largest = (warp_min(mine), warp_max(mine)) if ON_GPU else (mine, mine)
-    if cuda.threadIdx.x % _LANES == 0:
-        extremes[0, warp], extremes[1, warp] = smallest, largest
-    cuda.syncthreads()  # all warps have written
-    for other in range(_WARPS):
-        smallest, largest = min(smallest, extremes[0, other]), max(largest, extremes[1, other])
-    return smallest, largest
+def _chunk_key(largest):
+    """Return the upper half of the ordered `largest` logit of a chunk: all of a bfloat16."""
+    return np.uint32(_ordered(largest) >> _COARSE)
 
 
-@cuda.jit(device=True)
-def _raise_floor(floor, best, k, extremes):
-    """Return the highest floor that the ordered `best` of `k` threads reach, coarse, or `floor` if that is higher.
-
-    Halves what lies between the smallest and the largest: one count over the block a step, six to eight for bfloat16.
-    Returns the largest too, as coarse.
-    """
-    mine = np.uint32(best >> _COARSE)
-    low, highest = _smallest_and_largest(mine, extremes)
-    if k > THREADS:
-        return floor, np.uint32(highest << _COARSE)
-    low, high = max(low, np.uint32(floor >> _COARSE)), highest
-    while low < high:
-        middle = np.uint32((low + high + np.uint32(1)) >> np.uint32(1))
-        if cuda.syncthreads_count(np.int32(mine >= middle)) >= k:
-            low = middle
-        else:
-            high = np.uint32(middle - np.uint32(1))
-    return max(floor, np.uint32(low << _COARSE)), np.uint32(highest << _COARSE)
+# Positions in a block are unsigned: quotient and remainder of what may be negative take several times as many
+# instructions.
 
 
 @inlined
-def _append(mine, many, smallest, keys, state, which):
-    """Append those of a thread's `many` numbers that reach `smallest` to `keys`; one atomic for all of them.
+def _warp():
+    return np.uint32(cuda.threadIdx.x) // np.uint32(_LANES)
 
-    Those that find no room are counted too.
+
+@inlined
+def _lane():
+    return np.uint32(cuda.threadIdx.x) % np.uint32(_LANES)
+
+
+@inlined
+def _any_of_warp(flag):
+    return cuda.any_sync(_ALL_LANES, flag) if ON_GPU else flag
+
+
+@inlined
+def _largest_of_warp(value):
+    return _unordered(warp_max(_ordered(value))) if ON_GPU else value
+
+
+@inlined
+def _sum_of_warp(value):
+    for i in range(5 if ON_GPU else 0):
+        value += cuda.shfl_xor_sync(_ALL_LANES, value, 16 >> i)
+    return value
+
+
+@inlined
+def _key_that_reach(k, bests):
+    """Return the largest key that at least `k` of the block's `bests` reach; each warp finds it by itself.
+
+    Halves what lies between the smallest and the largest: one count over the warp a step, six to eight for bfloat16.
     """
-    wanted = np.uint32(0)
-    for i in range(many):
-        wanted = np.uint32(wanted + np.uint32(mine[i] >= smallest))
-    if wanted > 0:
-        place = np.uint32(cuda.atomic.add(state, which, wanted))
-        for i in range(many):
-            if mine[i] >= smallest:
-                if place < _CAPACITY:
-                    keys[place] = mine[i]
-                place = np.uint32(place + np.uint32(1))
+    mine = cuda.local.array(_BESTS_OF_LANE, np.uint32)
+    for i in range(_BESTS_OF_LANE):
+        mine[i] = bests[np.uint32(_lane() + np.uint32(i * _LANES))]
+    low, high = mine[0], mine[0]
+    for i in range(1, _BESTS_OF_LANE):
+        low, high = min(low, mine[i]), max(high, mine[i])
+    low, high = (warp_min(low), warp_max(high)) if ON_GPU else (low, high)
+    if k > THREADS:
+        return _NO_FLOOR
+    while low < high:
+        middle = np.uint32((low + high + np.uint32(1)) >> np.uint32(1))
+        reaching = np.uint32(0)
+        for i in range(_BESTS_OF_LANE):
+            reaching = np.uint32(reaching + np.uint32(mine[i] >= middle))
+        reaching = warp_sum(reaching) if ON_GPU else reaching
+        if reaching >= k:
+            low = middle
+        else:
+            high = np.uint32(middle - np.uint32(1))
+    return low
+
+
+@inlined
+def _take_keys(keys, first, groups, mine):
+    """Put the keys of this thread's chunks in groups `first`.. into `mine`, 0 past the last; their loads overlap."""
+    place = np.uint64(first * THREADS + cuda.threadIdx.x)  # 64 bits and no sign: what is added goes into the address
+    for i in range(_GROUPS):
+        mine[i] = np.uint32(keys[place + np.uint64(i * THREADS)]) if i < groups - first else np.uint32(0)
+
+
+@inlined
+def _clear(found):
+    """Set all to 0."""
+    place = np.uint32(cuda.threadIdx.x)
+    while place < _FOUND_SIZE:
+        found[place] = np.uint64(0)
+        place = np.uint32(place + np.uint32(THREADS))
 
 
 @cuda.jit(device=True)
-def _keep(keys, count, smallest, state, which):
-    """Keep of the first `count` keys those of at least `smallest`, in any order; return how many. Three barriers."""
+def _keep(found, count, smallest, state):
+    """Keep of the first `count` keys those of at least `smallest`, in any order; return how many.
+
+    Behind them are zeros. All of the block have read the count when this returns.
+    """
     thread = cuda.threadIdx.x
     mine = cuda.local.array(_PER_THREAD, np.uint64)
     for i in range(_PER_THREAD):
         place = i * THREADS + thread
-        mine[i] = keys[place] if place < count else np.uint64(0)
+        mine[i] = found[place] if place < count else np.uint64(0)
     cuda.syncthreads()  # all keys are in registers
     if thread == 0:
-        state[which] = 0
+        state[_FOUND] = 0
+    _clear(found)
     cuda.syncthreads()
-    _append(mine, _PER_THREAD, smallest, keys, state, which)
+    for i in range(_PER_THREAD):
+        if mine[i] >= smallest:
+            found[cuda.atomic.add(state, _FOUND, np.uint32(1))] = mine[i]
+    cuda.syncthreads()  # all keys are there
+    kept = state[_FOUND]
     cuda.syncthreads()
-    return np.int32(state[which])
+    return kept
 
 
 @cuda.jit(device=True)
-def _key_of_best(keys, count, k, counts):
-    """Return a number that exactly `k` of the first `count` > `k` keys reach: bit by bit, until it parts them so."""
+def _key_of_best(found, k, counts):
+    """Return a number that exactly `k` of the keys reach, bit by bit, until it parts them so. No place is free."""
     thread = cuda.threadIdx.x
     mine = cuda.local.array(_PER_THREAD, np.uint64)
     for i in range(_PER_THREAD):
-        place = i * THREADS + thread
-        mine[i] = keys[place] if place < count else np.uint64(0)
+        mine[i] = found[i * THREADS + thread]
     reached, bit = np.uint64(0), np.uint64(1 << 63)
     while bit > 0:
         tried = np.uint64(reached | bit)
@@ -343,76 +398,72 @@ def _key_of_best(keys, count, k, counts):
 
 
 @inlined
-def _rank(keys, count, key):
-    """Return how many of the first `count` keys are larger. Behind them are zeros, up to a multiple of `_PADDING`."""
-    rank, first = np.int32(0), np.uint32(0)  # unsigned: an index that may be negative costs two instructions
+def _best_key(keys, groups, mine):
+    """Return the largest of the keys that this thread looks after; `mine` holds the first of them."""
+    best, first = np.uint32(0), np.int32(0)
+    while first < groups:
+        _take_keys(keys, first, groups, mine)
+        for i in range(_GROUPS):
+            best = max(best, mine[i])
+        first = np.int32(first + _GROUPS)
+    return best
+
+
+@inlined
+def _list_chunks(keys, groups, floor, mine, listed, state):
+    """List the chunks whose keys reach the floor. Those that find no room are counted too."""
+    first = np.int32(0)
+    while first < groups:
+        if groups > _GROUPS:  # else they are there
+            _take_keys(keys, first, groups, mine)
+        reaching = np.uint32(0)
+        for i in range(_GROUPS):
+            if mine[i] >= floor:
+                reaching = np.uint32(reaching | np.uint32(1 << i))
+        while reaching > 0:  # three at most, as a rule
+            place = cuda.atomic.add(state, _LISTED, np.uint32(1))
+            if place < _LIST_SIZE:
+                listed[place] = np.uint32((first + cuda.ffs(reaching) - 1) * THREADS + cuda.threadIdx.x)
+            reaching = np.uint32(reaching & (reaching - np.uint32(1)))
+        first = np.int32(first + _GROUPS)
+
+
+@inlined
+def _sum_of_parts(largest, totals, parts, most):
+    """Return this warp's share of the row's sum, in units of exp(`most`). The last warps first: they open no chunk."""
+    total = np.float64(0)
+    if np.int32(THREADS - _LANES) - np.int32(_warp()) * _LANES < parts:
+        part = np.int32(THREADS - 1 - cuda.threadIdx.x)
+        while part < parts:
+            total += totals[part] * _ratio_to_exp(_usable(largest[part]), most)
+            part = np.int32(part + THREADS)
+        total = _sum_of_warp(total)
+    return total
+
+
+@inlined
+def _rank(found, count, key):
+    """Return how many of the `count` keys are larger; neighbours count in turns. Behind the keys are zeros."""
+    rank, first = np.int32(0), np.uint32(_lane() % np.uint32(_SHARE) * np.uint32(_PADDING))
     while first < count:
         for i in range(_PADDING):  # their loads overlap
-            rank = np.int32(rank + np.int32(keys[np.uint32(first + np.uint32(i))] > key))
-        first = np.uint32(first + np.uint32(_PADDING))
+            rank = np.int32(rank + np.int32(found[np.uint32(first + np.uint32(i))] > key))
+        first = np.uint32(first + np.uint32(_SHARE * _PADDING))
+    if ON_GPU:
+        rank = np.int32(rank + cuda.shfl_xor_sync(_ALL_LANES, rank, 1))
     return rank
 
 
 @inlined
-def _published(workspace, row, place):
-    """Return key `place` of the row's S * PUBLISHED, 0 past the end. No branch, so that the loads overlap."""
-    places = np.uint32(workspace.keys.shape[1])
-    key = workspace.keys[row, min(place, np.uint32(places - np.uint32(1)))]
-    return key if place < places else np.uint64(0)
-
-
-@inlined
-def _merge(workspace, row, k, found, state, extremes, scratch, sums, counts):
-    """Collect in `found` what may be among the K best of all segments; return (how many, largest logit, total)."""
-    thread, segments = cuda.threadIdx.x, workspace.totals.shape[1]
-    places = np.uint32(segments * PUBLISHED)
-    # Loads first: what they are needed for begins with a barrier.
-    keys = cuda.local.array(_AHEAD, np.uint64)
-    for i in range(_AHEAD):
-        keys[i] = _published(workspace, row, np.uint32(thread + i * THREADS))
-    best, total = np.float32(-np.inf), np.float64(0)
-    other = np.uint32(thread)
-    while other < segments:
-        best = larger(best, workspace.largest[row, other])
-        other = np.uint32(other + np.uint32(THREADS))
-    other = np.uint32(thread)
-    while other < segments:
-        largest_there, total_there = workspace.largest[row, other], workspace.totals[row, other]
-        if largest_there == best:  # as a rule it is the thread's only one
-            total += total_there
-        elif total_there > 0:
-            total += total_there * math.exp(np.float64(largest_there) - np.float64(best))
-        other = np.uint32(other + np.uint32(THREADS))
-    common = block_max(best, scratch)
-    valid = common > np.float32(-np.inf) and common < np.float32(np.inf)
-    if valid and total > 0:
-        total *= math.exp(np.float64(best) - np.float64(common))
-    total = block_sum(total if valid else np.float64(0), sums)
-
-    value, floor, smallest, before = np.uint32(0), _NO_FLOOR, np.uint64(0), np.int32(0)
-    first = np.uint32(thread)
-    while first < places + thread:  # the same for the whole block
-        for i in range(_AHEAD):
-            value = max(value, _value(keys[i]))
-        floor, _ = _raise_floor(floor, value, k, extremes)
-        smallest = max(smallest, np.uint64(floor) << _HALF)
-        while True:
-            _append(keys, _AHEAD, smallest, found, state, _FOUND)
-            cuda.syncthreads()  # all keys of the batch are there
-            opened = np.int32(state[_FOUND])
-            if opened <= _CAPACITY:
-                break
-            # Ties. Those that found room tell a better bound; again with that.
-            smallest = _key_of_best(found, _CAPACITY, k, counts)
-            before = _keep(found, before, smallest, state, _FOUND)
-            cuda.syncthreads()  # all have read the count
-        before = opened
-        first = np.uint32(first + np.uint32(_AHEAD * THREADS))
-        if first < places + thread:
-            for i in range(_AHEAD):
-                keys[i] = _published(workspace, row, np.uint32(first + np.uint32(i * THREADS)))
-            cuda.syncthreads()  # all have read the count
-    return before, common, total
+def _rank_all(found, count, k, ranked):
+    """Put the K best of the `count` keys into `ranked`, in order."""
+    first = np.uint32(_warp() * np.uint32(_LANES // _SHARE))
+    while first < count:
+        key = found[min(np.uint32(first + _lane() // np.uint32(_SHARE)), count)]
+        rank = _rank(found, count, key)
+        if rank < k and _lane() % np.uint32(_SHARE) == 0:
+            ranked[rank] = key
+        first = np.uint32(first + np.uint32(THREADS // _SHARE))
 
 
 @functools.cache
@@ -421,25 +472,31 @@ def fused_kernel(dtype_name: str, several: bool) -> Any:
     form = number_format(dtype_name)
     registers, register_type = form.registers, form.register_type
     shift_of, load, load_edge, pair, largest_of = form.shift, form.load, form.load_edge, form.pair, form.largest
-    vectors_at_once = (4 if registers == 4 else 2) if ON_GPU else 2
+    vectors_at_once = 16 // registers if ON_GPU else _VECTORS_OF_THREAD
     round_vectors = vectors_at_once * THREADS
-    most_listed = _LIST_SIZE - round_vectors  # one more round fits
+    opened_at_once = _VECTORS_OF_THREAD // _SHARE
+    keys_held = 1 if several else _GROUPS * THREADS
 
     @inlined
     def load_round(logits, start, shift, vocab, base, words):
         """Load this thread's vectors of a round: `base` + its index, and THREADS further each."""
         mine = np.int32(base + cuda.threadIdx.x)
-        whole = (vocab + shift) // VECTOR  # vectors that end in the row
-        if base * VECTOR >= shift and base + round_vectors <= whole:  # the same for the whole block
+        whole = np.int32(np.uint32(vocab + shift) // np.uint32(VECTOR))  # vectors that end in the row
+        if (base > 0 or shift == 0) and np.int32(base + round_vectors) <= whole:  # the same for the whole block
             for u in range(vectors_at_once):
                 load(logits, start - shift, mine, u * THREADS, words, u)
         else:
             for u in range(vectors_at_once):
-                vector = mine + u * THREADS
-                if vector * VECTOR >= shift and vector < whole:
-                    load(logits, start - shift, vector, 0, words, u)
-                else:  # behind the end all is -inf
-                    load_edge(logits, start, vector * VECTOR - shift, vocab, words, u)
+                load_any(logits, start, shift, vocab, np.int32(mine + u * THREADS), words, u)
+
+    @inlined
+    def load_any(logits, start, shift, vocab, vector, words, u):
+        """Load a vector that may lie outside the row, in part or whole: there all is -inf."""
+        first = np.int32(vector * VECTOR - shift)
+        if first >= 0 and first <= vocab - VECTOR:
+            load(logits, start - shift, vector, 0, words, u)
+        else:
+            load_edge(logits, start, first, vocab, words, u)
 
     @inlined
     def two_terms(words, u, p, factor, offset):
@@ -462,180 +519,209 @@ def fused_kernel(dtype_name: str, several: bool) -> Any:
         return total
 
     @inlined
-    def open_vectors(logits, start, shift, vocab, k, floor, listed, count, found, state, counts, words):
-        """Put the logits of the `listed` vectors that reach the floor into `found`; return how many."""
-        mine = cuda.local.array(VECTOR, np.uint64)
-        while True:
-            place = np.uint32(cuda.threadIdx.x)
-            while place < count:
-                vector = np.int32(_index(listed[place]))
-                first = np.int32(vector * VECTOR - shift)
-                if first >= 0 and first <= vocab - VECTOR:
-                    load(logits, start - shift, vector, 0, words, 0)
-                else:
-                    load_edge(logits, start, first, vocab, words, 0)
-                for p in range(VECTOR // 2):
-                    values = pair(words, 0, p)
-                    for i in range(2):
-                        token = np.int32(first + np.int32(2 * p + i))
-                        there = token >= 0 and token < vocab  # outside the row there are no logits, only -inf
-                        mine[2 * p + i] = _key(_ordered(values[i]), token) if there else np.uint64(0)
-                _append(mine, VECTOR, np.uint64(floor) << _HALF, found, state, _FOUND)
-                place = np.uint32(place + np.uint32(THREADS))
-            cuda.syncthreads()  # all that may be among the K best is found
-            opened = np.int32(state[_FOUND])
-            if opened <= _CAPACITY:
-                return opened
-            count = _keep(listed, count, _key_of_best(listed, count, k, counts), state, _LISTED)
-            if cuda.threadIdx.x == 0:
-                state[_FOUND] = 0
-            cuda.syncthreads()  # the count is 0
+    def scan(logits, start, shift, vocab, first_group, groups, group_vectors, keys):
+        """Read `groups` groups: write the keys of their chunks; return the warp's largest logit and its sum."""
+        words = cuda.local.array((vectors_at_once, registers), register_type)
+        end = np.int32(np.uint32(vocab + shift + (VECTOR - 1)) // np.uint32(VECTOR))
+        best, total = np.float32(-np.inf), np.float64(0)
+        reference, factor, offset = _SMALLEST, np.float32(1), -_SMALLEST
+        group, end_group = first_group, np.int32(first_group + groups)
+        while group < end_group:
+            base = np.int32(group * group_vectors)
+            group_end = min(np.int32(base + group_vectors), end)
+            largest = np.float32(-np.inf)
+            while base < group_end:
+                load_round(logits, start, shift, vocab, base, words)
+                most = largest_of(words, 0)
+                for u in range(1, vectors_at_once):
+                    most = larger(most, largest_of(words, u))
+                largest = larger(largest, most)
+                if _any_of_warp(most > reference):  # no term is above 1
+                    new_reference = _usable(_largest_of_warp(most))
+                    if total > 0:
+                        total *= _ratio(reference, new_reference)
+                    reference = new_reference
+                    factor, offset = _factor_and_offset(reference)
+                total += np.float64(sum_of_round(words, factor, offset))
+                base = np.int32(base + round_vectors)
+            keys[np.uint32(group * THREADS + cuda.threadIdx.x)] = np.uint16(_chunk_key(largest))
+            best = larger(best, largest)
+            group = np.int32(group + 1)
+        return _largest_of_warp(best), _sum_of_warp(total)
 
-    # One segment: the more threads, the more loads on their way. Several: few blocks, and registers for the merge.
-    @kernel_for(THREADS, _BLOCKS // 2 if several else _BLOCKS)
-    def top_candidates_fused_kernel(logits, vocab, k, segment_vectors, workspace, log_probs, token_ids):
-        """Sum one segment of a row in each block and find its K best; the row's last block merges them.
+    @inlined
+    def append_logits(words, first, vocab, smallest, found, state):
+        """Append those of the opened vectors' logits whose keys reach `smallest`; the first has place `first`.
+
+        Those that find no room are counted too.
+        """
+        floor_logit = _unordered(_value(smallest))
+        reaching = np.uint32(0)
+        for u in range(opened_at_once):
+            for p in range(VECTOR // 2):
+                values = pair(words, u, p)
+                for i in range(2):
+                    if not values[i] < floor_logit:  # all if there is no floor, which is no number
+                        reaching = np.uint32(reaching | np.uint32(1 << (u * VECTOR + 2 * p + i)))
+        while reaching > 0:  # one or two
+            which = np.int32(cuda.ffs(reaching) - 1)
+            reaching = np.uint32(reaching & (reaching - np.uint32(1)))
+            value = np.float32(0)
+            for u in range(opened_at_once):
+                for p in range(VECTOR // 2):
+                    values = pair(words, u, p)
+                    for i in range(2):
+                        value = values[i] if which == u * VECTOR + 2 * p + i else value
+            token = np.int32(first + which + which // np.int32(VECTOR) * ((THREADS - 1) * VECTOR))
+            key = _key(_ordered(value), token)
+            if token >= 0 and token < vocab and key >= smallest:  # outside the row there are no logits, only -inf
+                place = cuda.atomic.add(state, _FOUND, np.uint32(1))
+                if place < _CAPACITY:
+                    found[place] = key
+
+    @inlined
+    def open_chunks(logits, start, shift, vocab, k, chunks, group_vectors, keys, floor, listed, found, state, counts):
+        """Put into `found` the logits that may be among the K best; return how many.
+
+        `chunks`: of the row. They are the listed ones where the list has room, else all that reach the floor.
+        """
+        words = cuda.local.array((opened_at_once, registers), register_type)
+        many = state[_LISTED]
+        all_listed = many <= _LIST_SIZE
+        chunks = np.uint32(many if all_listed else chunks)
+        smallest = np.uint64(floor) << np.uint64(48)
+        before, turn = np.uint32(0), np.uint32(0)
+        while turn < chunks:  # the same for the whole block
+            chunk = np.uint32(turn + np.uint32(cuda.threadIdx.x) // np.uint32(_SHARE))
+            reaches = chunk < chunks
+            if reaches and all_listed:
+                chunk = listed[chunk]
+            elif reaches:
+                reaches = np.uint64(keys[chunk]) >= smallest >> np.uint64(48)
+            vector = np.int32(chunk // np.uint32(THREADS) * np.uint32(group_vectors) + chunk % np.uint32(THREADS))
+            vector = np.int32(vector + np.int32(cuda.threadIdx.x % _SHARE * opened_at_once * THREADS))
+            opened = np.int32(0)
+            while opened < group_vectors:
+                if reaches:
+                    for u in range(opened_at_once):
+                        load_any(logits, start, shift, vocab, np.int32(vector + u * THREADS), words, u)
+                while True:
+                    if reaches:
+                        append_logits(words, np.int32(vector * VECTOR - shift), vocab, smallest, found, state)
+                    cuda.syncthreads()  # all that may be among the K best is found
+                    count = state[_FOUND]
+                    if count <= _CAPACITY:
+                        break
+                    # Ties. Those that found room tell a better bound; again with that.
+                    smallest = _key_of_best(found, k, counts)
+                    before = _keep(found, before, smallest, state)
+                before = count
+                opened, vector = np.int32(opened + _ROUND), np.int32(vector + _ROUND)
+                if opened < group_vectors or turn + np.uint32(THREADS // _SHARE) < chunks:
+                    cuda.syncthreads()  # all have read the count
+            turn = np.uint32(turn + np.uint32(THREADS // _SHARE))
+        return before
+
+    @kernel_for(THREADS, _BLOCKS_OF_SEGMENTS if several else _BLOCKS)
+    def top_candidates_fused_kernel(logits, vocab, k, groups, group_vectors, workspace, log_probs, token_ids):
+        """Sum one segment of a row in each block and find its chunks' keys; the row's last block finds its K best.
 
         logits (R * V bfloat16 or float16 as uint16, or float32): rows of V = `vocab`, one after the other.
         k (int32): K.
-        segment_vectors (int32): vectors of a segment, whole rounds of them.
+        groups (int32): groups of chunks in a segment, at most `_groups_of_segment(S)`.
+        group_vectors (int32): vectors of a group, whole rounds of them.
         workspace (Workspace for R rows, S segments): used if S > 1.
         log_probs (R, K float32), token_ids (R, K int32): written.
 
-        Launch: grid (R, S), block THREADS, 17 KB of static shared memory.
+        Launch: grid (R, S), block THREADS, 25 KB of static shared memory, half of it where S > 1.
         Needs: 1 <= K <= 64, K <= V < 2**31; `workspace.arrived` 0.
         """
-        listed = cuda.shared.array(_CAPACITY, np.uint64)
+        own_keys = cuda.shared.array(keys_held, np.uint16)
+        own_largest = cuda.shared.array(WARPS, np.float32)
+        own_totals = cuda.shared.array(WARPS, np.float64)
+        listed = cuda.shared.array(_LIST_SIZE, np.uint32)
         found = cuda.shared.array(_FOUND_SIZE, np.uint64)
+        ranked = cuda.shared.array(MAX_CANDIDATES, np.uint64)
         state = cuda.shared.array(3, np.uint32)
-        extremes = cuda.shared.array((2, _WARPS), np.uint32)
-        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        bests = cuda.shared.array(THREADS, np.uint32)
+        tops = cuda.shared.array(WARPS, np.float32)
         sums = cuda.shared.array(SCRATCH_SIZE, np.float64)
         counts = cuda.shared.array(SCRATCH_SIZE, np.int32)
-        words = cuda.local.array((vectors_at_once, registers), register_type)
-        largest = cuda.local.array(vectors_at_once, np.float32)
+        mine = cuda.local.array(_GROUPS, np.uint32)
 
-        thread = cuda.threadIdx.x
-        row, segment, segments = cuda.blockIdx.x, cuda.blockIdx.y, cuda.gridDim.y
+        thread, warp = cuda.threadIdx.x, _warp()
+        row, segment, segments = np.uint32(cuda.blockIdx.x), cuda.blockIdx.y, cuda.gridDim.y
         start = np.int64(row) * vocab
         shift = shift_of(logits, start)
-        vectors = (np.int64(vocab) + shift + VECTOR - 1) // VECTOR
-        begin = np.int32(min(segment * np.int64(segment_vectors), vectors))
-        end = np.int32(min(np.int64(begin) + segment_vectors, vectors))
+        keys, largest, totals = own_keys, own_largest, own_totals
+        if several:
+            keys, largest, totals = workspace.keys[row], workspace.largest[row], workspace.totals[row]
 
         if thread < 2:
             state[thread] = 0
-        cuda.syncthreads()  # the counts are 0
-        best, floor = np.float32(-np.inf), _NO_FLOOR
-        floor_logit = _unordered(floor)
-        reference, factor, offset = _SMALLEST, np.float32(1), -_SMALLEST
-        total = np.float64(0)
-        patience = np.int32(k if segment_vectors > 4 * round_vectors else most_listed)  # a short one ends too soon
-        limit = np.uint32(min(k + patience, most_listed))
-
-        base = begin
-        while base < end:
-            load_round(logits, start, shift, vocab, base, words)
-            for u in range(vectors_at_once):
-                largest[u] = largest_of(words, u)
-            most = largest[0]
-            for u in range(1, vectors_at_once):
-                most = larger(most, largest[u])
-            best = larger(best, most)
-            if base == begin:
-                # One below the floor, as the first round may hold the K-th best itself. Later vectors lose against an
-                # equal one.
-                floor, highest = _raise_floor(floor, _ordered(best), k, extremes)
-                floor = np.uint32(floor - np.uint32(1)) if floor > _NO_FLOOR else floor
-                floor_logit = _unordered(floor)
-                reference = _usable(_unordered(highest))
-                factor, offset = _factor_and_offset(reference)
-
-            crowded = False
-            if not most <= floor_logit:  # NaN too, and all if there is no floor, which is no number
-                if most > reference and most < np.float32(np.inf):
-                    total *= _ratio(reference, most)
-                    reference = most
-                    factor, offset = _factor_and_offset(reference)
-                for u in range(vectors_at_once):
-                    if not largest[u] <= floor_logit:
-                        place = cuda.atomic.add(state, _LISTED, np.uint32(1))
-                        listed[place] = _key(_ordered(largest[u]), np.int32(base + u * THREADS) + thread)
-                        crowded = crowded or place >= limit
-            total += np.float64(sum_of_round(words, factor, offset))
-
-            if cuda.syncthreads_or(np.int32(crowded)):  # all entries of the round are there
-                count = np.int32(state[_LISTED])
-                floor, highest = _raise_floor(floor, _ordered(best), k, extremes)
-                if count > most_listed:
-                    count = _keep(listed, count, np.uint64(floor) << _HALF, state, _LISTED)
-                    if count > most_listed // 2:  # ties, or few threads that see large logits
-                        smallest = _key_of_best(listed, count, k, counts)
-                        count = _keep(listed, count, smallest, state, _LISTED)
-                        floor = max(floor, _value(smallest))
-                floor_logit = _unordered(floor)
-                # The reference must not stay below the floor: what lies between goes unseen, and its terms overflow.
-                new_reference = _usable(_unordered(max(highest, floor)))
-                if new_reference > reference:
-                    total *= _ratio(reference, new_reference)
-                    reference = new_reference
-                    factor, offset = _factor_and_offset(reference)
-                limit = np.uint32(min(count + patience, most_listed))
-                cuda.syncthreads()  # all have read the count
-            base = np.int32(base + round_vectors)
-
-        count = np.int32(state[_LISTED])
-        if count > THREADS:
-            floor, _ = _raise_floor(floor, _ordered(best), k, extremes)
-            count = _keep(listed, count, np.uint64(floor) << _HALF, state, _LISTED)
-        opened = open_vectors(logits, start, shift, vocab, k, floor, listed, count, found, state, counts, words)
-
-        common = block_max(best, scratch)
-        valid = common > np.float32(-np.inf) and common < np.float32(np.inf)
-        if valid:
-            total *= _ratio_to_exp(reference, common)
-        total = block_sum(total if valid else np.float64(0), sums)
-
+        first_group = np.int32(segment * groups)
+        most, total = scan(logits, start, shift, vocab, first_group, groups, group_vectors, keys)
+        if _lane() == 0:
+            part = np.uint32(np.uint32(segment * WARPS) + warp)
+            largest[part], totals[part] = most, total
+        cuda.syncthreads()  # all of the block is written
         if several:
-            if opened > PUBLISHED:
-                opened = _keep(found, opened, _key_of_best(found, opened, k, counts), state, _FOUND)
-            for place in range(thread, PUBLISHED, THREADS):
-                workspace.keys[row, segment * PUBLISHED + place] = found[place] if place < opened else np.uint64(0)
             if thread == 0:
-                workspace.largest[row, segment] = common
-                workspace.totals[row, segment] = total
-            cuda.syncthreads()  # all of the block is written
-            if thread == 0:
-                # The fences make the barrier's promise hold for the whole GPU: what was written before the addition
-                # is seen by whoever has seen the addition. The last block's addition takes the count back to 0.
-                fence()
-                state[_ARRIVED] = cuda.atomic.inc(workspace.arrived, row, np.uint32(segments - 1))
-                fence()
-                state[_FOUND] = 0
+                # The barrier and this make what the block wrote seen by the row's last block, which takes the count
+                # back to 0.
+                state[_ARRIVED] = count_in(workspace.arrived, row, np.uint32(segments - 1))
             cuda.syncthreads()
             if np.int32(state[_ARRIVED]) != segments - 1:
                 return
 
-            opened, common, total = _merge(workspace, row, k, found, state, extremes, scratch, sums, counts)
-
-        if not (common > np.float32(-np.inf) and common < np.float32(np.inf)):
-            for rank in range(thread, k, THREADS):
+        parts, groups = np.int32(segments * WARPS), np.int32(segments * groups)
+        most = largest[thread] if thread < parts else np.float32(-np.inf)  # on its way while the keys are asked for
+        part = np.int32(thread + THREADS)
+        while part < parts:
+            most = larger(most, largest[part])
+            part = np.int32(part + THREADS)
+        bests[thread] = _best_key(keys, groups, mine)
+        most = _largest_of_warp(most)
+        if _lane() == 0:
+            tops[warp] = most
+        _clear(found)
+        cuda.syncthreads()  # all of the block is written
+        for other in range(WARPS):
+            most = larger(most, tops[other])
+        rank = np.int32(thread)
+        if not (most > np.float32(-np.inf) and most < np.float32(np.inf)):
+            while rank < k:
                 log_probs[row, rank] = -np.inf
                 token_ids[row, rank] = rank
+                rank = np.int32(rank + THREADS)
             return
-        # The largest logit's own term is 1; what `exp2` is off by must not make a sure token surer than that.
-        log_total = math.log(max(total, np.float64(1)))
-        for place in range(thread, _PADDING, THREADS):
-            found[opened + place] = np.uint64(0)
-        cuda.syncthreads()  # the padding is there
-        place = np.uint32(thread)
-        while place < opened:
-            key = found[place]
-            rank = _rank(found, opened, key)
-            if rank < k:
-                log_probs[row, rank] = (np.float64(_unordered(_value(key))) - np.float64(common)) - log_total
-                token_ids[row, rank] = np.int32(_index(key))
-            place = np.uint32(place + np.uint32(THREADS))
+
+        floor = _key_that_reach(k, bests)
+        _list_chunks(keys, groups, floor, mine, listed, state)
+        cuda.syncthreads()  # the list is complete
+        total = _sum_of_parts(largest, totals, parts, most)
+        if _lane() == 0:
+            sums[warp] = total
+        chunks = np.int32(groups * THREADS)
+        count = open_chunks(
+            logits, start, shift, vocab, k, chunks, group_vectors, keys, floor, listed, found, state, counts
+        )
+
+        if warp == WARPS - 1:  # it has no key to rank, as a rule
+            total = np.float64(0)
+            for other in range(WARPS):
+                total += sums[other]
+            # The largest logit's own term is 1; what `exp2` is off by must not make a sure token surer than that.
+            log_total = math.log(max(total, np.float64(1)))
+            if _lane() == 0:
+                sums[WARPS] = log_total
+        _rank_all(found, count, k, ranked)
+        cuda.syncthreads()  # all ranks are there
+        while rank < k:
+            key = ranked[rank]
+            log_probs[row, rank] = (np.float64(_unordered(_value(key))) - np.float64(most)) - sums[WARPS]
+            token_ids[row, rank] = np.int32(_index(key))
+            rank = np.int32(rank + THREADS)
 
     return top_candidates_fused_kernel
 
@@ -651,8 +737,10 @@ def launch_fused(logits: Any, log_probs: Any, token_ids: Any, stream: Any, works
         logits = logits.view(np.uint16)
     logits = logits.reshape(rows * vocab)
     aligned = not ON_GPU or logits.__cuda_array_interface__["data"][0] % 16 == 0
-    segments = workspace.totals.shape[1]
-    rounds = -(-_vectors(vocab, aligned) // (_ROUND * segments))
+    segments = workspace.totals.shape[1] // WARPS
+    rounds = -(-_vectors(vocab, aligned) // (_ROUND * segments))  # of a segment
+    rounds_of_group = -(-rounds // _groups_of_segment(segments))
+    groups = -(-rounds // rounds_of_group)
     results = (log_probs.reshape(rows, k), token_ids.reshape(rows, k))
-    sizes = (np.int32(vocab), np.int32(k), np.int32(rounds * _ROUND))
+    sizes = (np.int32(vocab), np.int32(k), np.int32(groups), np.int32(rounds_of_group * _ROUND))
     fused_kernel(name, segments > 1)[(rows, segments), THREADS, stream](logits, *sizes, workspace, *results)
