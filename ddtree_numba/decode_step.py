@@ -24,9 +24,8 @@ from ddtree_numba.stages.ancestor_bitmask import (
     positions,
     positions_reference,
 )
+from ddtree_numba.stages.best_first_tree import DRAFT_LAUNCHERS, build_tree, build_tree_reference
 from ddtree_numba.stages.best_first_tree import best_version as best_tree_version
-from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
-from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
 from ddtree_numba.stages.kv_commit import check_commit, commit_kv_reference, kv_words
 from ddtree_numba.stages.top_candidates import best_version as best_candidates_version
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
@@ -165,9 +164,9 @@ class DecodeStep:
     def _launch_draft(self, stream: Any, logits: Any, root_tokens: Any, prefix_lengths: Any) -> None:
         candidates = (self.log_probs, self.token_ids)
         top_candidates(logits, self.k, out=candidates, stream=stream, workspace=self._workspace)
-        if best_tree_version() == "warp":  # one launch for stages 2 and 3
+        if (version := best_tree_version(self.budget)) in DRAFT_LAUNCHERS:  # one launch for stages 2 and 3
             outputs = (self.tree, self.positions, self.tree_status)
-            launch_draft_tree(*candidates, root_tokens, prefix_lengths, *outputs, as_stream(stream))
+            DRAFT_LAUNCHERS[version](*candidates, root_tokens, prefix_lengths, *outputs, as_stream(stream))
             return
         build_tree(*candidates, root_tokens, self.budget, out=self.tree, stream=stream)
         ancestor_bitmask(

@@ -11,7 +11,7 @@ import numpy as np
 from ddtree_numba.backend import ON_GPU, describe
 from ddtree_numba.bfloat16 import to_bfloat16
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
-from ddtree_numba.draft_tree import check_tree, random_tree
+from ddtree_numba.draft_tree import DraftTree, check_tree, random_tree
 from ddtree_numba.interop import flashmla, ragged_mask, sglang, tensorrt_llm, visibility
 from ddtree_numba.stages.accept_walk import accept_walk, accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import (
@@ -20,8 +20,8 @@ from ddtree_numba.stages.ancestor_bitmask import (
     positions,
     positions_reference,
 )
+from ddtree_numba.stages.best_first_tree import DRAFT_LAUNCHERS, build_tree, build_tree_reference
 from ddtree_numba.stages.best_first_tree import VERSIONS as TREE_VERSIONS
-from ddtree_numba.stages.best_first_tree import build_tree, build_tree_reference
 from ddtree_numba.stages.kv_commit import commit_kv, commit_kv_reference
 from ddtree_numba.stages.top_candidates import VERSIONS as CANDIDATE_VERSIONS
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
@@ -72,7 +72,12 @@ def trees(rng: np.random.Generator) -> None:
         assert_same(got, ancestor_bitmask_reference(tree.parents, tree.node_count))
         check_tree(tree._replace(ancestor_bits=got[0]))
         prefix = rng.integers(100, size=3).astype(np.int32)
-        assert_same((positions(tree.depths, prefix),), (positions_reference(tree.depths, prefix),))
+        place = positions(tree.depths, prefix)
+        assert_same((place,), (positions_reference(tree.depths, prefix),))
+        for launch in DRAFT_LAUNCHERS.values():  # stages 2 and 3 in one launch
+            *fields, at, status = on_device([*map(np.empty_like, tree), np.empty_like(place), np.empty(3, np.int32)])
+            launch(*on_device((lp, ids, roots, prefix)), DraftTree(*fields), at, status, 0)
+            assert_same(on_host((*fields, at, status)), (*tree._replace(ancestor_bits=got[0]), place, got[1]))
 
 
 def attention(rng: np.random.Generator) -> None:

@@ -124,7 +124,7 @@ def test_rungs_of_attention(rng, few_sets):
 
 def test_rungs_of_the_draft_side(rng, few_sets):
     top, tree = TopCase("top", 1, depths=1, vocab=1100, k=3), SMALL[1]
-    for case, versions in ((top, ("block_per_row", "fused")), (tree, ("one_thread", "warp"))):
+    for case, versions in ((top, ("block_per_row", "fused")), (tree, ("one_thread", "warp", "rounds"))):
         work = case.prepare(tools_for(rng))
         assert all(work.check(version) < 1e-6 for version in versions)
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import ddtree_numba.stages.best_first_tree.one_thread as first_rung
-from ddtree_numba.backend import cuda
+from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.draft_tree import DraftTree, check_tree, empty_tree
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
-from ddtree_numba.stages.best_first_tree import VERSIONS, build_tree, build_tree_reference
-from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
+from ddtree_numba.stages.best_first_tree import DRAFT_LAUNCHERS, VERSIONS, best_version, build_tree, build_tree_reference
 from ddtree_numba.vectors.trees import CONFIGURATIONS
 from tests.helpers import assert_same, on_device, on_host, poisoned, poisoned_like
 from tests.paper_oracle import best_prefixes, pop_order, tree_arrays
@@ -242,7 +241,7 @@ def test_kernel_equals_the_reference(rng, version, budget, step):
 
 @versions
 def test_the_largest_budget(rng, version):
-    """1024 nodes with ties, where nothing ends early; `turn` moves hundreds of slots."""
+    """1024 nodes with ties, where nothing ends early; turns move hundreds of slots."""
     lp = -np.sort(np.round(rng.exponential(2, (1, 15, 100)) * 4), axis=-1).astype(np.float32) / np.float32(4)
     ids = np.argsort(rng.random((1, 15, 100)), axis=-1).astype(np.int32)
     got = build_tree(lp, ids, np.array([5], np.int32), 1024, version=version)
@@ -288,35 +287,56 @@ def test_an_older_bigger_tree_in_the_buffers_is_forgotten(rng, version):
     assert_same_bits(out, build_tree_reference(lp, ids, roots, 40))
 
 
-def assert_drafts(lp, ids, roots, prefix, budget):
+def assert_drafts(version, lp, ids, roots, prefix, budget):
     """The kernel of stages 2 and 3 in one gives what the references of both give."""
     expected = build_tree_reference(lp, ids, roots, budget)
     bits, status = ancestor_bitmask_reference(expected.parents, expected.node_count)
     outputs = (*poisoned_like(expected), poisoned(expected.parents.shape, np.int32), poisoned(len(roots), np.int32))
     *tree, positions, got_status = on_device(outputs)
-    launch_draft_tree(*on_device((lp, ids, roots, prefix)), DraftTree(*tree), positions, got_status, 0)
+    DRAFT_LAUNCHERS[version](*on_device((lp, ids, roots, prefix)), DraftTree(*tree), positions, got_status, 0)
     assert_same_bits(on_host(DraftTree(*tree)), expected._replace(ancestor_bits=bits))
     assert_same(on_host((positions, got_status)), (positions_reference(expected.depths, prefix), status))
 
 
+drafting = pytest.mark.parametrize("version", DRAFT_LAUNCHERS)
+
+
+@drafting
 @pytest.mark.parametrize("budget", [0, 1, 31, 32, 70])
-def test_bits_and_positions_in_the_same_launch(rng, budget):
+def test_bits_and_positions_in_the_same_launch(rng, version, budget):
     lp, ids, roots = random_candidates(rng, 2, 6, 30, step=0.5)
-    assert_drafts(lp, ids, roots, np.array([0, 1000], np.int32), budget)
+    assert_drafts(version, lp, ids, roots, np.array([0, 1000], np.int32), budget)
 
 
-def test_more_ranks_than_the_table_holds(rng):
+@drafting
+def test_more_ranks_than_the_table_holds(version):
     """Ranks that find no room in shared memory are read where they lie."""
     lp, ids = np.full((1, 64, 200), -1000, np.float32), np.arange(64 * 200, dtype=np.int32).reshape(1, 64, 200)
     lp[0, 0], lp[0, 1] = -(np.arange(200) ** 2) / 512, -500 - np.arange(200)  # uneven: a rank off by one shows
     assert_same_bits(
-        build_tree(lp, ids, np.array([3], np.int32), 199, version="warp"),
+        build_tree(lp, ids, np.array([3], np.int32), 199, version=version),
         build_tree_reference(lp, ids, np.array([3], np.int32), 199),
     )
 
 
+@pytest.mark.parametrize("budget", [400, 650])
+def test_hundreds_of_nodes_in_one_round(budget):
+    """300 children of the root, then the first children of all of them: more than there are makers and writers."""
+    lp = np.full((1, 2, 300), -1000, np.float32)
+    lp[0, 0], lp[0, 1, :2] = -np.arange(300) / 1024, (-10, -30)
+    ids = np.arange(600, dtype=np.int32).reshape(1, 2, 300)
+    got = build_tree(lp, ids, np.array([3], np.int32), budget, version="rounds")
+    assert_same_bits(got, build_tree_reference(lp, ids, np.array([3], np.int32), budget))
+
+
+def test_auto_takes_the_rung_for_the_size():
+    assert [best_version(budget) for budget in (1, 64, 65, 1024)] == (
+        ["warp", "warp", "rounds", "rounds"] if ON_GPU else ["one_thread"] * 4
+    )
+
+
 def test_the_version_is_named():
-    with pytest.raises(ValueError, match="version: got 'heap', needs 'auto' or 'one_thread' or 'warp'"):
+    with pytest.raises(ValueError, match="version: got 'heap', needs 'auto' or 'one_thread' or 'warp' or 'rounds'"):
         build_tree(**good(), version="heap")
 
 
@@ -413,7 +433,8 @@ def test_gpu_bit_exact(rng, batch, depths, candidates, budget, step):
         got = build_tree(lp, ids, roots, budget, version=version, out=poisoned_like(empty_tree(batch, budget)))
         assert_same_bits(got, build_tree_reference(lp, ids, roots, budget))
         check_tree(got, bits=False)
-    assert_drafts(lp, ids, roots, rng.integers(0, 10000, batch).astype(np.int32), budget)
+    for version in DRAFT_LAUNCHERS:
+        assert_drafts(version, lp, ids, roots, rng.integers(0, 10000, batch).astype(np.int32), budget)
 
 
 @pytest.mark.gpu

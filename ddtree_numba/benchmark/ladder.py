@@ -24,10 +24,10 @@ PREDICTED_US: dict[tuple[str, str], float] = {
     ("top_candidates", "block_per_row"): 1600.0,
     # One pass at 3.8 TB/s is 83 us, at half of the issue slots. (A form with two kernels took 271.)
     ("top_candidates", "fused"): 98.0,
-    # 64 nodes x two loops over up to 64 slots x 30 clocks of one thread, and two more launches.
-    ("best_first_tree", "one_thread"): 90.0,
-    # 270 clocks a node, 0.15 us: 10 us, and 3 for loading candidates and writing the tree with its bits.
-    ("best_first_tree", "warp"): 13.0,
+    # 1024 nodes x two loops over up to 1024 slots x 30 clocks of one thread.
+    ("best_first_tree", "one_thread"): 16_500.0,
+    # 55 rounds of 720 clocks and 16 more for each node: 45 us, and 15 for loading candidates and writing the tree.
+    ("best_first_tree", "rounds"): 60.0,
     # 80 G multiply-adds of scores, 32 lanes in 32 lines: 32 clocks for each load of a warp on 132 multiprocessors.
     ("tree_attention", "naive"): 350_000.0,
     # 151 G float32 multiply-adds at a third of 30 T a second.
@@ -68,7 +68,7 @@ def what_changed(module: str) -> str:
 
 
 _TOP = TopCase("top_b64", 64)
-_TREE = TreeCase("tree_b1_n64", 1, 64)
+_TREE = TreeCase("tree_b1_n1024", 1, 1024)
 _ATTENTION = AttentionCase(8, 33, 64, 8192)
 
 _PASSES = {"block_per_row": 4, "fused": 1}

@@ -21,8 +21,7 @@ from ddtree_numba.stages.ancestor_bitmask import (
     positions,
     positions_reference,
 )
-from ddtree_numba.stages.best_first_tree import best_version, build_tree, build_tree_reference
-from ddtree_numba.stages.best_first_tree.warp import launch_draft_tree
+from ddtree_numba.stages.best_first_tree import DRAFT_LAUNCHERS, best_version, build_tree, build_tree_reference
 
 __all__ = ["TreeCase"]
 
@@ -104,8 +103,10 @@ class _PreparedTree:
     def _launch(self, index: int, version: str, stream: Any) -> None:
         (log_probs, token_ids, roots), tree = self._candidates[index], self._tree
         prefixes, status = self._device_prefixes, self._status
-        if (best_version() if version == "auto" else version) == "warp":  # one launch for both stages
-            launch_draft_tree(log_probs, token_ids, roots, prefixes, tree, self._positions, status, stream or 0)
+        rung = best_version(self._case.budget) if version == "auto" else version
+        if rung in DRAFT_LAUNCHERS:  # one launch for both stages
+            outputs = (tree, self._positions, status)
+            DRAFT_LAUNCHERS[rung](log_probs, token_ids, roots, prefixes, *outputs, stream or 0)
             return
         build_tree(log_probs, token_ids, roots, self._case.budget, version=version, out=tree, stream=stream)
         ancestor_bitmask(tree.parents, tree.node_count, out=(tree.ancestor_bits, status), stream=stream)

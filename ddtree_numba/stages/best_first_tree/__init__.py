@@ -11,8 +11,8 @@ A candidate that is not finite (±inf, NaN) is never a node, and neither are the
 descending order, as stage 1 gives them; should they rise, the algorithm is followed to the letter all the same: ranks
 become nodes in order, and a sibling may then be more probable than an earlier one, which `check_tree` refuses.
 
-A ladder of kernels with one signature: `reference` defines the answer, `one_thread` is the algorithm written down, and
-`warp` spreads the slots over lanes.
+A ladder of kernels with one signature: `reference` defines the answer, `one_thread` is the algorithm written down,
+`warp` spreads the slots over lanes, and `rounds` adds many nodes at a time.
 """
 
 from __future__ import annotations
@@ -25,20 +25,39 @@ from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.draft_tree import DraftTree, empty_tree
 from ddtree_numba.stages.best_first_tree.one_thread import build_tree_kernel, launch_one_thread
 from ddtree_numba.stages.best_first_tree.reference import MAX_DRAFT_LENGTH, build_tree_reference, check_candidates
-from ddtree_numba.stages.best_first_tree.warp import launch_warp
+from ddtree_numba.stages.best_first_tree.rounds import launch_draft_rounds, launch_rounds
+from ddtree_numba.stages.best_first_tree.warp import launch_draft_warp, launch_warp
 
-__all__ = ["MAX_DRAFT_LENGTH", "VERSIONS", "best_version", "build_tree", "build_tree_kernel", "build_tree_reference"]
+__all__ = [
+    "DRAFT_LAUNCHERS",
+    "MAX_DRAFT_LENGTH",
+    "VERSIONS",
+    "best_version",
+    "build_tree",
+    "build_tree_kernel",
+    "build_tree_reference",
+]
 
-_LAUNCHERS: dict[str, Callable[..., None]] = {"one_thread": launch_one_thread, "warp": launch_warp}
+_WARP_BUDGET = 64  # the most nodes whose offers one warp holds: `warp` needs no barrier up to there
+
+_LAUNCHERS: dict[str, Callable[..., None]] = {
+    "one_thread": launch_one_thread,
+    "warp": launch_warp,
+    "rounds": launch_rounds,
+}
 
 VERSIONS: tuple[str, ...] = tuple(_LAUNCHERS)
-"""The rungs of the ladder, slowest first."""
+"""The rungs of the ladder."""
+
+DRAFT_LAUNCHERS: dict[str, Callable[..., None]] = {"warp": launch_draft_warp, "rounds": launch_draft_rounds}
+"""Launchers of the rungs that can do stages 2 and 3 in one launch, on device arrays: `build_tree`'s, then stage 3's."""
 
 
-def best_version() -> str:
-    """Return the rung that `version="auto"` takes here."""
-    able = ON_GPU and cuda.get_current_device().compute_capability >= (8, 0)
-    return "warp" if able else "one_thread"
+def best_version(budget: int) -> str:
+    """Return the rung that `version="auto"` takes here for a budget."""
+    if not (ON_GPU and cuda.get_current_device().compute_capability >= (8, 0)):
+        return "one_thread"
+    return "warp" if budget <= _WARP_BUDGET else "rounds"
 
 
 def build_tree(
@@ -59,14 +78,15 @@ def build_tree(
     out (a DraftTree of N slots): arrays to write into; stream: where to run.
 
     NumPy arrays are copied in and come back as NumPy; device arrays stay on the device. `version` is a rung of
-    `VERSIONS`, or "auto": `warp` on a GPU that has its instructions (compute capability 8.0), else `one_thread`.
+    `VERSIONS`, or "auto": on a GPU that has their instructions (compute capability 8.0) `warp` up to a budget of 64 and
+    `rounds` above, else `one_thread`.
 
     Raises `TypeError` for what is no array, of another dtype or a mix of NumPy and device, `ValueError` for a wrong
     shape or layout, a number out of range or an unknown version.
     """
     batch, _, _, budget = check_candidates(log_probs, token_ids, root_tokens, budget)
     if version == "auto":
-        version = best_version()
+        version = best_version(budget)
     if version not in VERSIONS:
         raise ValueError(f"version: got {version!r}, needs 'auto' or {' or '.join(map(repr, VERSIONS))}")
     if out is not None and not isinstance(out, DraftTree):

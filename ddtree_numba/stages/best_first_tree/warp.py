@@ -37,7 +37,7 @@ from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.draft_tree import STATUS_OK, DraftTree
 from ddtree_numba.ptx import inlined, warp_max, warp_min
 
-__all__ = ["launch_draft_tree", "launch_warp", "size_class", "warp_kernels"]
+__all__ = ["launch_draft_warp", "launch_warp", "size_class", "warp_kernels"]
 
 _LANES = 32 if ON_GPU else 1
 _SLOT = np.uint32((1 << 11) - 1)  # 1025 slots
@@ -46,7 +46,7 @@ _UNUSED = np.uint32(1 << 30)  # a place behind all places in use
 _SIGN = np.uint64(1 << 63)
 _HALF = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
-_NOTHING = np.uint64(0x000FFFFFFFFFFFFF)  # _ordered(-inf)
+_NOTHING = np.uint64(0x000FFFFFFFFFFFFF)  # ordered(-inf)
 _RANK_BITS, _RANK = np.int32(11), np.int32((1 << 11) - 1)  # a cell is what is offered: row (depth - 1), rank
 _CELL_BITS, _CELL = np.int32(18), np.int32((1 << 18) - 1)  # a node is its parent's slot, and its cell
 _THREADS = 512  # of a block whose offers are one warp's
@@ -55,21 +55,21 @@ _SIZES = ((1, 1), (1, 2), (8, 1), (8, 4)) if ON_GPU else ((4, 2), (4, 10), (4, 2
 
 
 @inlined
-def _ordered(value):
+def ordered(value):
     """Return bits that compare as the float64 `value` does (no NaN)."""
     bits = np.float64(value).view(np.uint64)
     return np.uint64(~bits) if bits & _SIGN else np.uint64(bits | _SIGN)
 
 
 @inlined
-def _unordered(bits):
+def unordered(bits):
     return np.uint64(bits ^ _SIGN if bits & _SIGN else ~bits).view(np.float64)
 
 
 if ON_GPU:
 
     @inlined
-    def _best_of_warp(key, place):
+    def best_of_warp(key, place):
         """Return the warp's largest key and, of those who have it, the smallest place."""
         high, low = np.uint32(key >> _HALF), np.uint32(key & _LOW)
         top = warp_max(high)
@@ -82,15 +82,15 @@ if ON_GPU:
         return cuda.shfl_sync(np.uint32(0xFFFFFFFF), value, lane)
 
     @inlined
-    def _best_of_block(keys, places, parity, warps):
+    def best_of_block(keys, places, parity, warps):
         warp = cuda.threadIdx.x & np.int32(31)
         warp = warp if warp < warps else np.int32(0)
-        return _best_of_warp(keys[parity, warp], places[parity, warp])
+        return best_of_warp(keys[parity, warp], places[parity, warp])
 
 else:
 
     @inlined
-    def _best_of_warp(key, place):
+    def best_of_warp(key, place):
         return key, place
 
     @inlined
@@ -98,7 +98,7 @@ else:
         return value
 
     @inlined
-    def _best_of_block(keys, places, parity, warps):
+    def best_of_block(keys, places, parity, warps):
         key, place = keys[parity, 0], places[parity, 0]
         for warp in range(1, warps):
             other, other_place = keys[parity, warp], places[parity, warp]
@@ -113,7 +113,7 @@ def _row(cell):
 
 
 @inlined
-def _candidate(log_probs, b, row, rank):
+def candidate(log_probs, b, row, rank):
     """Return a candidate's log-probability in float64; -inf for one that is not finite or not there."""
     if row >= log_probs.shape[1] or rank >= log_probs.shape[2]:
         return -np.inf
@@ -154,7 +154,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
         width = np.uint32(min(log_probs.shape[2] + 1, slots, table_size // (depths + 1)))  # ranks that lie in `table`
         for i in range(thread, np.uint32(depths * width + 1), threads):  # one entry is enough behind the last depth
             row = np.uint32(i) // width
-            table[i] = _candidate(log_probs, b, row, np.uint32(i) - row * width)
+            table[i] = candidate(log_probs, b, row, np.uint32(i) - row * width)
         for slot in range(thread, slots, threads):
             links[slot] = -1
             links[most_slots + slot] = -1
@@ -169,7 +169,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                 cell[e] = 0
                 last[e] = -1
             if thread == 0:
-                key[0] = _ordered(0.0 + table[0])  # a sum, so that -0.0 becomes 0.0
+                key[0] = ordered(0.0 + table[0])  # a sum, so that -0.0 becomes 0.0
                 place[0] = np.uint32(0)
             count = np.uint32(1)
             while count < slots:
@@ -179,7 +179,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                     best = key[e] if better else best
                     where = place[e] if better else where
                     what = cell[e] if better else what
-                winner, first = _best_of_warp(best, where)
+                winner, first = best_of_warp(best, where)
                 owner = np.uint32(first & owner_mask)
                 if warps == 1:
                     what = _from_lane(what, np.int32(owner))
@@ -188,7 +188,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                     if where == first:
                         keys[parity, warp], places[parity, warp], cells[parity, warp] = best, where, what
                     cuda.syncthreads()  # the winners of all warps are there; those of the node before stay readable
-                    winner, first = _best_of_block(keys, places, parity, warps)
+                    winner, first = best_of_block(keys, places, parity, warps)
                     owner = np.uint32(first & owner_mask)
                     what = cells[parity, np.uint32(owner // np.uint32(_LANES))]
                 if winner <= _NOTHING:
@@ -201,11 +201,11 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                 child = table[np.uint32(row * width + width)]
                 own, following = table[at], table[np.uint32(at + np.uint32(1))]
                 if np.uint32(rank + np.uint32(1)) >= width:
-                    own, following = _candidate(log_probs, b, row, rank), _candidate(log_probs, b, row, rank + 1)
+                    own, following = candidate(log_probs, b, row, rank), candidate(log_probs, b, row, rank + 1)
                 # The order of these sums is part of the contract: another one rounds differently.
-                score = _unordered(winner)
-                child_key = _ordered(score + child)
-                sibling_key = _ordered((score - own) + following)
+                score = unordered(winner)
+                child_key = ordered(score + child)
+                sibling_key = ordered((score - own) + following)
 
                 which = np.uint32(parent >> owner_bits)
                 if thread == owner:
@@ -307,7 +307,7 @@ def launch_warp(log_probs: Any, token_ids: Any, root_tokens: Any, tree: DraftTre
     kernel[len(root_tokens), threads, stream](log_probs, token_ids, root_tokens, tree)
 
 
-def launch_draft_tree(
+def launch_draft_warp(
     log_probs: Any,
     token_ids: Any,
     root_tokens: Any,
