@@ -12,7 +12,13 @@ import ddtree_numba.stages.best_first_tree.one_thread as first_rung
 from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.draft_tree import DraftTree, check_tree, empty_tree
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
-from ddtree_numba.stages.best_first_tree import DRAFT_LAUNCHERS, VERSIONS, best_version, build_tree, build_tree_reference
+from ddtree_numba.stages.best_first_tree import (
+    DRAFT_LAUNCHERS,
+    VERSIONS,
+    best_version,
+    build_tree,
+    build_tree_reference,
+)
 from ddtree_numba.vectors.trees import CONFIGURATIONS
 from tests.helpers import assert_same, on_device, on_host, poisoned, poisoned_like
 from tests.paper_oracle import best_prefixes, pop_order, tree_arrays
@@ -257,6 +263,20 @@ def test_kernel_on_nothing_but_ties(version):
         ids = np.arange(12, dtype=np.int32).reshape(1, 4, 3)
         got = build_tree(lp, ids, np.array([0], np.int32), 100, version=version)
         assert paths(got) == best_prefixes(lp[0], 100)
+
+
+@versions
+def test_ties_down_to_the_last_depth(version):
+    """64 depths, all equal: each node is the first child of the one before, then the tree fills from the bottom."""
+    budget = 1024 if ON_GPU else 100
+    lp, ids, roots = (
+        np.zeros((1, 64, 2), np.float32),
+        np.arange(128, dtype=np.int32).reshape(1, 64, 2),
+        np.zeros(1, np.int32),
+    )
+    got = build_tree(lp, ids, roots, budget, version=version)
+    assert got.depths.max() == 64
+    assert_same_bits(got, build_tree_reference(lp, ids, roots, budget))
 
 
 @pytest.mark.parametrize("threads", [1, 4, 32])

@@ -38,7 +38,7 @@ __all__ = [
     "build_tree_reference",
 ]
 
-_WARP_BUDGET = 64  # the most nodes whose offers one warp holds: `warp` needs no barrier up to there
+_WARP_BUDGET = 64  # the most nodes whose offers one warp holds: up to there `warp` needs no barrier, and is faster
 
 _LAUNCHERS: dict[str, Callable[..., None]] = {
     "one_thread": launch_one_thread,
