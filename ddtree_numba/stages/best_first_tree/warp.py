@@ -69,10 +69,14 @@ def unordered(bits):
 if ON_GPU:
 
     @inlined
-    def best_of_warp(key, place):
-        """Return the warp's largest key and, of those who have it, the smallest place."""
+    def _top_of_warp(key):
+        """Return the upper half of the warp's largest key."""
+        return warp_max(np.uint32(key >> _HALF))
+
+    @inlined
+    def _best_below(top, key, place):
+        """Return the warp's largest key, whose upper half is `top`, and of those who have it the smallest place."""
         high, low = np.uint32(key >> _HALF), np.uint32(key & _LOW)
-        top = warp_max(high)
         bottom = warp_max(low if high == top else np.uint32(0))
         first = warp_min(place if high == top and low == bottom else np.uint32(0xFFFFFFFF))
         return (np.uint64(top) << _HALF) | np.uint64(bottom), first
@@ -80,6 +84,11 @@ if ON_GPU:
     @inlined
     def _from_lane(value, lane):
         return cuda.shfl_sync(np.uint32(0xFFFFFFFF), value, lane)
+
+    @inlined
+    def _sum_of_sibling(score, own, following):
+        """Return what the next sibling scores. The order is part of the contract: another one rounds differently."""
+        return (score - own) + following
 
     @inlined
     def best_of_block(keys, places, parity, warps):
@@ -90,12 +99,21 @@ if ON_GPU:
 else:
 
     @inlined
-    def best_of_warp(key, place):
+    def _top_of_warp(key):
+        return key
+
+    @inlined
+    def _best_below(top, key, place):
         return key, place
 
     @inlined
     def _from_lane(value, lane):
         return value
+
+    @inlined
+    def _sum_of_sibling(score, own, following):
+        with np.errstate(invalid="ignore"):  # of an offer that is not there, which can't win
+            return (score - own) + following
 
     @inlined
     def best_of_block(keys, places, parity, warps):
@@ -105,6 +123,12 @@ else:
             if other > key or (other == key and other_place < place):
                 key, place = other, other_place
         return key, place
+
+
+@inlined
+def best_of_warp(key, place):
+    """Return the warp's largest key and, of those who have it, the smallest place."""
+    return _best_below(_top_of_warp(key), key, place)
 
 
 @inlined
@@ -143,6 +167,8 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
         keys = cuda.shared.array((2, warps), np.uint64)
         places = cuda.shared.array((2, warps), np.uint32)
         cells = cuda.shared.array((2, warps), np.int32)
+        children = cuda.shared.array((2, warps), np.uint64)
+        lasts = cuda.shared.array((2, warps), np.int32)
         found = cuda.shared.array(1, np.int32)
         key = cuda.local.array(slots_of_lane, np.uint64)  # scores of the offers
         place = cuda.local.array(slots_of_lane, np.uint32)
@@ -173,47 +199,52 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                 place[0] = np.uint32(0)
             count = np.uint32(1)
             while count < slots:
-                best, where, what = key[0], place[0], cell[0]
+                best, where, what, previous = key[0], place[0], cell[0], last[0]
                 for e in range(1, slots_of_lane):
                     better = (key[e] > best) | ((key[e] == best) & (place[e] < where))
                     best = key[e] if better else best
                     where = place[e] if better else where
                     what = cell[e] if better else what
-                winner, first = best_of_warp(best, where)
+                    previous = last[e] if better else previous
+                row, rank = np.uint32(what >> _RANK_BITS), np.uint32(what & _RANK)
+                at = np.uint32(row * width + min(rank, np.uint32(width - np.uint32(2))))
+                child = table[np.uint32(row * width + width)]
+                own, following = table[at], table[np.uint32(at + np.uint32(1))]
+                top = _top_of_warp(best)
+                # What each lane's best will offer, should it win: computed while the lanes compare.
+                score = unordered(best)
+                child_key = ordered(score + child)
+                sibling_key = ordered(_sum_of_sibling(score, own, following))
+                winner, first = _best_below(top, best, where)
                 owner = np.uint32(first & owner_mask)
                 if warps == 1:
-                    what = _from_lane(what, np.int32(owner))
+                    what, previous = _from_lane(what, np.int32(owner)), _from_lane(previous, np.int32(owner))
+                    child_key = np.uint64(_from_lane(np.int64(child_key), np.int32(owner)))
                 else:
                     parity, warp = np.uint32(count & np.uint32(1)), np.uint32(thread // np.uint32(_LANES))
                     if where == first:
-                        keys[parity, warp], places[parity, warp], cells[parity, warp] = best, where, what
+                        keys[parity, warp], places[parity, warp] = best, where
+                        cells[parity, warp], children[parity, warp] = what, child_key
+                        lasts[parity, warp] = previous
                     cuda.syncthreads()  # the winners of all warps are there; those of the node before stay readable
                     winner, first = best_of_block(keys, places, parity, warps)
                     owner = np.uint32(first & owner_mask)
-                    what = cells[parity, np.uint32(owner // np.uint32(_LANES))]
+                    its_warp = np.uint32(owner // np.uint32(_LANES))
+                    what, child_key = cells[parity, its_warp], children[parity, its_warp]
+                    previous = lasts[parity, its_warp]
                 if winner <= _NOTHING:
                     break
 
                 parent, turn = np.uint32(first & _SLOT), np.uint32(first & ~_SLOT)
                 row, rank = np.uint32(what >> _RANK_BITS), np.uint32(what & _RANK)
-                # All loads before the branch, which is decided while they are on their way.
-                at = np.uint32(row * width + min(rank, np.uint32(width - np.uint32(2))))
-                child = table[np.uint32(row * width + width)]
-                own, following = table[at], table[np.uint32(at + np.uint32(1))]
-                if np.uint32(rank + np.uint32(1)) >= width:
+                if np.uint32(rank + np.uint32(1)) >= width:  # right for the winner; the others don't use it
                     own, following = candidate(log_probs, b, row, rank), candidate(log_probs, b, row, rank + 1)
-                # The order of these sums is part of the contract: another one rounds differently.
-                score = unordered(winner)
-                child_key = ordered(score + child)
-                sibling_key = ordered((score - own) + following)
+                    sibling_key = ordered(_sum_of_sibling(score, own, following))
 
                 which = np.uint32(parent >> owner_bits)
-                if thread == owner:
-                    previous = last[0]
-                    for e in range(1, slots_of_lane):
-                        previous = last[e] if which == e else previous
+                if warps == 1 or thread == 0:
                     node_of[count] = np.int32(parent << np.uint32(_CELL_BITS)) | what
-                    score_of[count] = score
+                    score_of[count] = unordered(winner)
                     links[np.uint32(parent if previous < 0 else previous + most_slots)] = np.int16(count)
                 for e in range(slots_of_lane):
                     won = (thread == owner) & (which == e)
