@@ -555,6 +555,11 @@ def fused_kernel(dtype_name: str, several: bool) -> Any:
 
         Those that find no room are counted too.
         """
+        largest = largest_of(words, 0)
+        for u in range(1, opened_at_once):
+            largest = larger(largest, largest_of(words, u))
+        if _key(_ordered(largest), max(first, np.int32(0))) < smallest:  # as of nearly all, when all are equal
+            return
         floor_logit = _unordered(_value(smallest))
         reaching = np.uint32(0)
         for u in range(opened_at_once):
