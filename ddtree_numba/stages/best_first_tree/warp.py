@@ -10,17 +10,18 @@ and the lanes compare theirs by `redux.sync`, an instruction that reduces a numb
 - *The turns.* Every lane moves its own: a comparison and an addition for each slot, no memory.
 - *The candidates.* They lie in shared memory as float64, with -inf behind the last rank and the last depth, so that no
   step has to ask whether a candidate is there.
+- *The new offers.* What its own best would offer, should it win, each lane computes while the lanes still compare:
+  loads and sums of float64 hide behind the reductions. The lane that will offer the winner's child is handed its score.
 
-A node costs what must happen one after the other: three reductions, two loads from shared memory, two additions of
-float64: some 300 cycles by count, however many slots there are. Past 64 slots the offers are spread over more warps,
-whose winners meet in shared memory: one barrier and three more reductions.
+A node costs what must happen one after the other: three reductions, and the exchange of what the winner knows. Past 64
+slots the offers are spread over more warps, whose winners meet in shared memory: one barrier and three more reductions.
 
 What it buys: latency. The work per node was N steps in one lane, now it is N / 32 in each, and independent ones.
-Measured on an H200, bits included: 19.6 us for 64 nodes of one request, 20.0 for 64 requests; 560 us for 1024 nodes of
-one. A node costs 100 instructions in one warp and 190 in eight, most of them 4 to 6 cycles after the one before: the
-length of the chain is what counts. Tried, and slower at 1267 us: one warp for 1024 nodes too, which keeps the best
-offer of every 32nd slot in a register and searches only the popped slot's bucket anew. It does a thirtieth of the
-comparisons, in 340 instructions a node.
+Measured on an H200, bits included: 17.3 us for 64 nodes of one request, 17.7 for 64 requests; 569 us for 1024 nodes of
+one. Of the 17.3, 5.4 are there for a tree of two nodes, too, and 190 ns a node are left. With loads and sums after the
+reductions it took 19.5. Tried, and slower at 1267 us: one warp for 1024 nodes too, which keeps the best offer of every
+32nd slot in a register and searches only the popped slot's bucket anew. It does a thirtieth of the comparisons, in 340
+instructions a node.
 
 What it costs: the order of events is less plain than in `one_thread`, and there is a kernel for each size class.
 """
@@ -242,6 +243,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                     sibling_key = ordered(_sum_of_sibling(score, own, following))
 
                 which = np.uint32(parent >> owner_bits)
+                # All lanes of one warp write the same, which costs less than a branch that one of them takes alone.
                 if warps == 1 or thread == 0:
                     node_of[count] = np.int32(parent << np.uint32(_CELL_BITS)) | what
                     score_of[count] = unordered(winner)
