@@ -1,5 +1,7 @@
 """Stages 5 and 6 as one launch: the walk, the check, the advance and the move.
 
+What must come out is defined by `accept_walk_reference`, and by `commit_kv_reference` of the path that it gives.
+
 Launched one after the other they do little work and much waiting: for the memory at every look of the walk, for each
 other, for every row before the next. Here each block does all of it for some layers of a request:
 
@@ -144,11 +146,11 @@ def commit_side_kernel(
     token_ids, first_child, next_sibling (B * N int32), node_count (B int32): of the `DraftTree`.
     target_tokens (B * N int32), path (AcceptedPath of B * (L + 1)): as in `accept_walk_kernel`.
     kv_pool (layers * pages * page_size * words, any integers or floats): changed in place.
-    block_table (B * max_pages int32).
+    block_table (B * max_pages int32): pages of each request, in the order of its rows.
     prefix_lengths (B int32): advanced, unless the request gets a status.
     arrived (B uint32): 0 before a launch and after it.
     commit_status (B int32): written, as by `advance_lengths_kernel`.
-    sizes (Sizes).
+    sizes (Sizes): what the arrays' shapes would say.
 
     Launch: grid (B, P), block THREADS, 25 KB of static shared memory. Layers p, p + P, p + 2 P, ... are of block p.
     Needs: N <= 1025, L <= 64.

@@ -131,6 +131,21 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert not gaps, gaps
 
 
+def test_every_array_of_a_kernel_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    lines = ["Do it.", "", "pool (B, N float32, any order): changed,", "in place.", "table (B int32), w (B uint32)."]
+    lines += ["sizes (Sizes).", "Launch: grid B."]
+    importlib.import_module("source_of")._arrays_as_list(None, "function", "kernel", None, None, lines)
+    assert [line for line in lines if line] == [
+        "Do it.",
+        "- ``pool (B, N float32, any order)``: changed,",
+        "  in place.",
+        "- ``table (B int32), w (B uint32)``.",
+        "- ``sizes (Sizes)``.",
+        "- **Launch**: grid B.",
+    ]
+
+
 def resolved(entry: str) -> object:
     """Return the object of a dotted name, None for what is there on a GPU alone."""
     parts = entry.split(".")

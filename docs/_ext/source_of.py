@@ -181,7 +181,8 @@ def _parse(directive: SphinxDirective, lines: list[str]) -> list[nodes.Node]:
     return holder.children
 
 
-_ARGUMENT = re.compile(r"^\w+(, \w+)* \([^)]*\)[^:]*:|^\w+ (float|int|uint)\d+:|^``\w+``")
+_ARRAYS = r"\w+(, \w+)* \([^)]*\)"
+_ARGUMENT = re.compile(rf"^{_ARRAYS}[^:]*:|^{_ARRAYS}(, {_ARRAYS})*\.$|^\w+ (float|int|uint)\d+:|^``\w+``")
 _KEYWORD = re.compile(r"^(Launch|Needs):")
 
 
@@ -209,7 +210,9 @@ def _item(line: str) -> str:
     label, colon, rest = line.partition(":")
     if _KEYWORD.match(line):
         return f"- **{label}**:{rest}"
-    return f"- {line}" if line.startswith("``") or not colon else f"- ``{label}``:{rest}"
+    if line.startswith("``"):
+        return f"- {line}"
+    return f"- ``{label}``:{rest}" if colon else f"- ``{label.removesuffix('.')}``."
 
 
 def setup(app: Any) -> dict[str, Any]:
