@@ -234,7 +234,7 @@ class DecodeStep:
         return DecodePlan(self, logits, root_tokens, prefix_lengths, target_tokens, kv_pool, block_table)
 
     def _warm_up_commit(self, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any) -> None:
-        """Check the commit side's arguments and compile its kernels for them, on stand-ins: nobody's rows move."""
+        """Check the commit side's arguments and compile its kernel for them, on stand-ins: nobody's rows move."""
         check = ArrayCheck(B=self.batch, N=self.budget + 1)
         check("target_tokens", target_tokens, "B N", (np.int32,))
         check("block_table", block_table, "B max_pages", (np.int32,))

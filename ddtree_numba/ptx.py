@@ -1,11 +1,12 @@
 """GPU instructions that Numba has no name for, as inline PTX, each with a stand-in for the simulator where one exists.
 
 An intrinsic is a function whose body is one PTX statement: the compiler puts it where the call stands. The
-draft side needs five kinds:
+draft side needs:
 
 - a load of 16 bytes by one thread: a quarter of the load instructions, and more bytes on their way at once
 - `exp2` as the one instruction that the special-function unit has
-- the maximum of two pairs of 16-bit numbers in one instruction
+- a multiply-add that rounds once, and a maximum that keeps NaN
+- the maximum of two pairs of 16-bit numbers in one instruction, and float16 as float32
 - a reduction over the 32 lanes of a warp in one instruction, `redux.sync`
 - a count that blocks hand in, and with it what they wrote before
 

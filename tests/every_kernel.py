@@ -1,7 +1,7 @@
 """One small launch of every kernel, each compared with its reference: what compute-sanitizer is run over.
 
-``compute-sanitizer --tool memcheck python -m tests.every_kernel``, and the same with ``--tool racecheck``. The sizes
-are ragged and cross a mask word, so that a wrong bound shows; they are small because a sanitizer is slow.
+``compute-sanitizer --tool memcheck python -m tests.every_kernel``, and the same with ``racecheck`` and ``synccheck``.
+The sizes are ragged and cross a mask word, so that a wrong bound shows; they are small because a sanitizer is slow.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ product takes the weights from registers: accumulators of one `wgmma` are laid o
 A third warpgroup does nothing but copy (`cp.async`), into whichever half of a tile's columns has become free: a half is
 free when the warpgroup that has these columns has added their values. Mbarriers say what is free and what is complete,
 so nobody waits for anybody else. The order above is what makes that work: with `values 1` after `scores 2` the copies
-of one tile waited for the scores of the next. Copying takes few registers and multiplying takes many, so the third
-warpgroup gives most of its own away (`setmaxnreg`).
+of one tile waited for the scores of the next. Once Q is there, no barrier counts all threads of the block: the copying
+warps end before the others. Copying takes few registers and multiplying takes many, so the third warpgroup gives most
+of its own away (`setmaxnreg`).
 
 The shared memory holds Q (74 KB), two tiles (147 KB) and the weights of one. The other tile's weights take the
 place of Q's rope columns, of which each warpgroup keeps its copy in 16 registers.
