@@ -8,9 +8,10 @@ every 512 candidates) for the best. Here one pass does it all:
 - *The sum without the maximum.* The terms are exp(x - reference), with the largest logit that the warp has seen as the
   reference: it rises a few times in a row, and then the sums are scaled. A term is one multiply-add and one `exp2`; 32
   terms are added in float32, the rest in float64.
-- *Keys, not candidates.* The logits that a thread loads at once are a *chunk*: four vectors of eight. Of each chunk the
-  pass keeps 16 bits, the upper half of its largest logit. The K chunks with the largest keys hold the K best logits,
-  but for ties: a logit elsewhere is at most as large as the largest of each.
+- *Keys, not candidates.* The logits that a thread loads at once are a *chunk*: four vectors of eight (or several such
+  loads, where one block reads more than 196608 logits). Of each chunk the pass keeps 16 bits, the upper half of its
+  largest logit: its *key*. The K chunks with the largest keys hold the K best logits, but for ties: a logit elsewhere
+  is at most as large as the largest of each. The 256 chunks that the threads of a block load together are a *group*.
 - *Few rows, many blocks.* A row is cut into segments, one for each block. The block that happens to be the last of its
   row goes on alone; where a row has one block, that is the one.
 
