@@ -65,7 +65,7 @@ MADE_UP = {
     "ceilings": {"a rate": 4.25, "another": None},
     "skipped": {"a peer on top_b64": "no such peer"},
     "costs": {"launch_python_us": 28.04, "graph_replay_us": 5.5, "other_us": 0.31},
-    "profiles": [{"id": "tree_64", "bound": "The chain of nodes.", "figures": {"instructions a node": 107}}],
+    "profiles": [{"id": "tree_64", "bound": "The chain of nodes.", "figures": {"instructions a node": 107, "instructions": 268714}}],
 }
 
 PAGE = """# Page
@@ -146,6 +146,7 @@ def test_everything_is_on_the_page(tmp_path: Path) -> None:
         "What bounds",
         "The chain of nodes.",
         "107",
+        "268,714",
     ):
         assert part in page, part
     order = ["before", "Only with numbers", "what* the clock says", "naive", "Costs of a launch", "28.0", "after"]

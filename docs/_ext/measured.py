@@ -198,7 +198,7 @@ def _is_number(cell: Any) -> bool:
 
 def _number(value: Any) -> str:
     if not isinstance(value, float):
-        return str(value)
+        return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

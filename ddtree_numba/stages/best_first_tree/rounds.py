@@ -319,7 +319,7 @@ def rounds_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
         grow(log_probs, token_ids, root_tokens, tree, node_of)
 
     @kernel_for(threads, 1)
-    def draft_tree_kernel(log_probs, token_ids, root_tokens, prefix_lengths, tree, positions, status):
+    def draft_tree_rounds_kernel(log_probs, token_ids, root_tokens, prefix_lengths, tree, positions, status):
         """Grow the tree of one request in each block, and fill its bits and positions from the nodes at hand.
 
         log_probs, token_ids, root_tokens, tree: as in `build_tree_rounds_kernel`, ancestor bits filled.
@@ -349,7 +349,7 @@ def rounds_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
         if cuda.threadIdx.x == 0:
             status[b] = STATUS_OK
 
-    return build_tree_rounds_kernel, draft_tree_kernel, threads
+    return build_tree_rounds_kernel, draft_tree_rounds_kernel, threads
 
 
 def size_class(budget: int) -> tuple[int, int]:

@@ -301,7 +301,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
             tree.ancestor_bits[cuda.blockIdx.x, i // words, i % words] = np.uint32(0)
 
     @cuda.jit
-    def draft_tree_kernel(log_probs, token_ids, root_tokens, prefix_lengths, tree, positions, status):
+    def draft_tree_warp_kernel(log_probs, token_ids, root_tokens, prefix_lengths, tree, positions, status):
         """Grow the tree of one request in each block, and fill its bits and positions from the links at hand.
 
         log_probs, token_ids, root_tokens, tree: as in `build_tree_warp_kernel`, ancestor bits filled.
@@ -326,7 +326,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
         if cuda.threadIdx.x == 0:
             status[b] = STATUS_OK
 
-    return build_tree_warp_kernel, draft_tree_kernel, threads
+    return build_tree_warp_kernel, draft_tree_warp_kernel, threads
 
 
 def size_class(budget: int) -> tuple[int, int]:
