@@ -65,7 +65,13 @@ MADE_UP = {
     "ceilings": {"a rate": 4.25, "another": None},
     "skipped": {"a peer on top_b64": "no such peer"},
     "costs": {"launch_python_us": 28.04, "graph_replay_us": 5.5, "other_us": 0.31},
-    "profiles": [{"id": "tree_64", "bound": "The chain of nodes.", "figures": {"instructions a node": 107, "instructions": 268714}}],
+    "profiles": [
+        {
+            "id": "tree_64",
+            "bound": "The chain of nodes.",
+            "figures": {"of a node": 107, "of all": 268714},
+        }
+    ],
 }
 
 PAGE = """# Page
