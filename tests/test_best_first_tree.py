@@ -279,6 +279,18 @@ def test_ties_down_to_the_last_depth(version):
     assert_same_bits(got, build_tree_reference(lp, ids, roots, budget))
 
 
+@versions
+@pytest.mark.parametrize(("depths", "candidates"), [(55, 49), (63, 31)])
+def test_a_chain_to_the_last_depth_of_a_table_that_is_full(version, depths, candidates):
+    """Offers behind the last depth are looked at like all others, though nothing of them is in the table."""
+    lp = np.full((1, depths, candidates), -np.inf, np.float32)
+    lp[..., 0] = -0.5
+    ids, roots = np.arange(lp.size, dtype=np.int32).reshape(lp.shape), np.zeros(1, np.int32)
+    got = build_tree(lp, ids, roots, 64, version=version)
+    assert got.node_count.tolist() == [1 + depths]
+    assert_same_bits(got, build_tree_reference(lp, ids, roots, 64))
+
+
 @pytest.mark.parametrize("threads", [1, 4, 32])
 def test_any_block_size(rng, monkeypatch, threads):
     monkeypatch.setattr(first_rung, "block_threads", lambda gpu, simulator=8: threads)
