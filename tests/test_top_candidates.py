@@ -277,6 +277,14 @@ def test_rows_made_to_be_hard(rng, row, k, segments):
     assert_equals_reference(got, logits, k, "fused")
 
 
+def test_the_best_logit_is_the_bound_that_ties_are_cut_at():
+    """97 logits reach the floor in the simulator, one too many; the best one, cut off from the next, starts a vector."""
+    row = np.full(1111, 0.5, np.float32)
+    row[:89], row[96:104], row[64:66] = 1, 1, 1 + 2.0**-23  # the same key; what is read second holds the best
+    got = top_candidates(row[None, None], 1, version="fused", workspace=make_workspace(1, 1))
+    assert_equals_reference(got, row[None, None], 1, "fused")
+
+
 @pytest.mark.parametrize("segments", [1, 2, 7])
 def test_an_invalid_segment_makes_the_row_invalid(segments):
     for place, bad in itertools.product((0, 300, 599), (NAN, INF)):
