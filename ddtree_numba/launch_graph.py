@@ -1,7 +1,7 @@
 """Launches recorded once and replayed as one: a CUDA graph.
 
 A launch from Python costs tens of microseconds, mostly for turning arrays into kernel arguments, and a decoding step
-has six, of kernels that run for a few microseconds each. A graph holds the launches with their arguments: replaying it
+has three or more, of kernels that run for a few microseconds each. A graph holds the launches with their arguments: replaying it
 is one call to the driver, which starts each kernel as soon as the one before has ended.
 """
 

@@ -266,6 +266,15 @@ def test_kernel_on_nothing_but_ties(version):
 
 
 @versions
+def test_ties_of_offers_whose_turns_have_moved_by_several(version):
+    """Rounds of several nodes, then offers of one owner whose limits tie: their new turns decide, not their old ones."""
+    lp = np.array([[[-1, -1], [0, -2], [0, 0], [-2, -2]]], np.float32)
+    ids, roots = np.arange(8, dtype=np.int32).reshape(1, 4, 2), np.zeros(1, np.int32)
+    got = build_tree(lp, ids, roots, 16, version=version)
+    assert_same_bits(got, build_tree_reference(lp, ids, roots, 16))
+
+
+@versions
 def test_ties_down_to_the_last_depth(version):
     """64 depths, all equal: each node is the first child of the one before, then the tree fills from the bottom."""
     budget = 1024 if ON_GPU else 100

@@ -205,8 +205,11 @@ def test_preparing_moves_nothing_of_the_callers(rng):
         np.arange(5, dtype=np.int32)[None],
     )
     on_card = on_device((*inputs, *cache))
-    step.prepare(*on_card)
+    step.draft(*on_card[:3])
+    plan = step.prepare(*on_card)
     assert_same(on_host(on_card), (*inputs, *cache))
+    with pytest.raises(RuntimeError, match="no tree has been drafted yet"):
+        plan.commit()
     with pytest.raises(ValueError, match=r"target_tokens: got shape \(1, 9\), needs \[B, N\] with B=1, N=10"):
         step.prepare(*on_card[:3], *on_device((cache[0][:, :9].copy(), *cache[1:])))
     with pytest.raises(TypeError, match="kv_pool: got ndarray, needs a device array"):
