@@ -1,8 +1,8 @@
 """Launches recorded once and replayed as one: a CUDA graph.
 
 A launch from Python costs tens of microseconds, mostly for turning arrays into kernel arguments, and a decoding step
-has three or more, of kernels that run for a few microseconds each. A graph holds the launches with their arguments: replaying it
-is one call to the driver, which starts each kernel as soon as the one before has ended.
+has three or more, of kernels that run for a few microseconds each. A graph holds the launches with their arguments:
+replaying it is one call to the driver, which starts each kernel as soon as the one before has ended.
 """
 
 from __future__ import annotations

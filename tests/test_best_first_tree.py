@@ -267,7 +267,7 @@ def test_kernel_on_nothing_but_ties(version):
 
 @versions
 def test_ties_of_offers_whose_turns_have_moved_by_several(version):
-    """Rounds of several nodes, then offers of one owner whose limits tie: their new turns decide, not their old ones."""
+    """Rounds of several nodes, then offers of one owner whose limits tie: their new turns decide, not the old ones."""
     lp = np.array([[[-1, -1], [0, -2], [0, 0], [-2, -2]]], np.float32)
     ids, roots = np.arange(8, dtype=np.int32).reshape(1, 4, 2), np.zeros(1, np.int32)
     got = build_tree(lp, ids, roots, 16, version=version)

@@ -293,9 +293,12 @@ def test_commit_side_equals_the_stages(rng, batch, layers, dtype, width):
     assert moved > 2, "hardly a row had to move"
 
 
-@pytest.mark.parametrize("length, layers", [(6, 3), (20, 1), (64, 2)])
+@pytest.mark.parametrize("length, layers", [(3, 14), (6, 3), (20, 1), (64, 2)])
 def test_commit_side_moves_the_rows_of_a_long_path_in_order(rng, length, layers):
-    """The path's slots are 0, 2, 4, ...: half of its rows lie where others go, and a row written too early is lost."""
+    """The path's slots are 0, 2, 4, ...: half of its rows lie where others go, and a row written too early is lost.
+
+    So is one that is moved twice: 14 layers are more than the simulator's blocks take at a time.
+    """
     sizes = {"draft_length": length, "budget": 2 * length}
     step, tree, (targets, *cache) = commit_case(rng, 1, layers, 2, **sizes)
     chain = np.arange(2 * length + 1, dtype=np.int32)
@@ -347,6 +350,16 @@ def test_commit_side_looks_at_pages_that_rows_only_move_to(rng, page):
     prefix[0], table[0, 1] = 3, page
     path, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
     assert path.accept_slots[0, :4].tolist() == [0, 9, 10, -1]
+    assert status[0] == STATUS_BAD_PAGE
+
+
+def test_commit_side_knows_the_first_row_behind_the_pool(rng):
+    """Row 3 + 9 belongs at 4, the first row of its page: the page behind the last would be the next layer's first."""
+    step, tree, (targets, pool, table, prefix) = commit_case(rng, 1, 2, 2)
+    tree.first_child[0, :10], tree.next_sibling[:] = [9, *[-1] * 9], -1
+    targets[0, 0], prefix[0], table[0, 1] = tree.token_ids[0, 9], 3, pool.shape[1]
+    path, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
+    assert path.accept_slots[0, :3].tolist() == [0, 9, -1]
     assert status[0] == STATUS_BAD_PAGE
 
 

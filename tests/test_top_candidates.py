@@ -278,7 +278,7 @@ def test_rows_made_to_be_hard(rng, row, k, segments):
 
 
 def test_the_best_logit_is_the_bound_that_ties_are_cut_at():
-    """97 logits reach the floor in the simulator, one too many; the best one, cut off from the next, starts a vector."""
+    """97 logits reach the floor in the simulator, one too many; the best, just before the next, starts a vector."""
     row = np.full(1111, 0.5, np.float32)
     row[:89], row[96:104], row[64:66] = 1, 1, 1 + 2.0**-23  # the same key; what is read second holds the best
     got = top_candidates(row[None, None], 1, version="fused", workspace=make_workspace(1, 1))
