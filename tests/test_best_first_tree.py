@@ -352,12 +352,11 @@ def test_bits_and_positions_in_the_same_launch(rng, version, budget):
 @drafting
 def test_more_ranks_than_the_table_holds(version):
     """Ranks that find no room in shared memory are read where they lie."""
-    lp, ids = np.full((1, 64, 200), -1000, np.float32), np.arange(64 * 200, dtype=np.int32).reshape(1, 64, 200)
+    lp, ids = np.full((2, 64, 200), -1000, np.float32), np.arange(2 * 64 * 200, dtype=np.int32).reshape(2, 64, 200)
     lp[0, 0], lp[0, 1] = -(np.arange(200) ** 2) / 512, -500 - np.arange(200)  # uneven: a rank off by one shows
-    assert_same_bits(
-        build_tree(lp, ids, np.array([3], np.int32), 199, version=version),
-        build_tree_reference(lp, ids, np.array([3], np.int32), 199),
-    )
+    lp[1] = lp[0] * 1.25  # another request's candidate shows, too
+    arguments = (lp, ids, np.array([3, 4], np.int32), 199)
+    assert_same_bits(build_tree(*arguments, version=version), build_tree_reference(*arguments))
 
 
 @pytest.mark.parametrize("budget", [400, 650])
