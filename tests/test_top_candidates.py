@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ddtree_numba.stages.top_candidates.block_per_row as first_rung
+import ddtree_numba.stages.top_candidates.fused as fused
 from ddtree_numba.backend import cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.stages.top_candidates import VERSIONS, best_version, top_candidates, top_candidates_reference
@@ -275,6 +276,16 @@ def test_rows_made_to_be_hard(rng, row, k, segments):
     logits = np.stack([row(rng, 1111), row(rng, 1111)[::-1]])[None].astype(np.float32)
     got = top_candidates(logits, k, version="fused", workspace=make_workspace(2, segments))
     assert_equals_reference(got, logits, k, "fused")
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_the_last_logit_of_rows_that_start_anywhere(segments):
+    """A row that one round of vectors just holds, if it starts where one does, needs another if it starts later."""
+    vocab = fused._ROUND * 8 - 1
+    logits = np.zeros((1, 8, vocab), np.float32)
+    logits[..., -1] = 1
+    got = top_candidates(logits, 2, version="fused", workspace=make_workspace(8, segments))
+    assert_equals_reference(got, logits, 2, "fused")
 
 
 def test_the_best_logit_is_the_bound_that_ties_are_cut_at():
