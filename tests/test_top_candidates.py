@@ -352,6 +352,16 @@ def test_a_workspace_may_have_more_rows_than_needed(rng):
             ValueError,
             "workspace.arrived: got shape (5,), needs (6,)",
         ),
+        (
+            lambda good: good._replace(arrived=cuda.device_array(6, np.int64)),
+            TypeError,
+            "workspace.arrived: got int64, needs uint32",
+        ),
+        (
+            lambda good: good._replace(arrived=cuda.device_array(12, np.uint32)[::2]),
+            ValueError,
+            "workspace.arrived: got a strided view, needs a C-contiguous array",
+        ),
         (lambda good: good._replace(totals=good.arrived), TypeError, "workspace.totals: got uint32"),
         (
             lambda good: good._replace(totals=None),
