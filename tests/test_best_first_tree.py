@@ -266,6 +266,15 @@ def test_kernel_on_nothing_but_ties(version):
 
 
 @versions
+def test_ties_of_offers_whose_turns_have_moved_by_several(version):
+    """Rounds of several nodes, then offers of one owner whose limits tie: their new turns decide, not the old ones."""
+    lp = np.array([[[-1, -1], [0, -2], [0, 0], [-2, -2]]], np.float32)
+    ids, roots = np.arange(8, dtype=np.int32).reshape(1, 4, 2), np.zeros(1, np.int32)
+    got = build_tree(lp, ids, roots, 16, version=version)
+    assert_same_bits(got, build_tree_reference(lp, ids, roots, 16))
+
+
+@versions
 def test_ties_down_to_the_last_depth(version):
     """64 depths, all equal: each node is the first child of the one before, then the tree fills from the bottom."""
     budget = 1024 if ON_GPU else 100
@@ -277,6 +286,18 @@ def test_ties_down_to_the_last_depth(version):
     got = build_tree(lp, ids, roots, budget, version=version)
     assert got.depths.max() == 64
     assert_same_bits(got, build_tree_reference(lp, ids, roots, budget))
+
+
+@versions
+@pytest.mark.parametrize(("depths", "candidates"), [(55, 49), (63, 31)])
+def test_a_chain_to_the_last_depth_of_a_table_that_is_full(version, depths, candidates):
+    """Offers behind the last depth are looked at like all others, though nothing of them is in the table."""
+    lp = np.full((1, depths, candidates), -np.inf, np.float32)
+    lp[..., 0] = -0.5
+    ids, roots = np.arange(lp.size, dtype=np.int32).reshape(lp.shape), np.zeros(1, np.int32)
+    got = build_tree(lp, ids, roots, 64, version=version)
+    assert got.node_count.tolist() == [1 + depths]
+    assert_same_bits(got, build_tree_reference(lp, ids, roots, 64))
 
 
 @pytest.mark.parametrize("threads", [1, 4, 32])
@@ -331,12 +352,11 @@ def test_bits_and_positions_in_the_same_launch(rng, version, budget):
 @drafting
 def test_more_ranks_than_the_table_holds(version):
     """Ranks that find no room in shared memory are read where they lie."""
-    lp, ids = np.full((1, 64, 200), -1000, np.float32), np.arange(64 * 200, dtype=np.int32).reshape(1, 64, 200)
+    lp, ids = np.full((2, 64, 200), -1000, np.float32), np.arange(2 * 64 * 200, dtype=np.int32).reshape(2, 64, 200)
     lp[0, 0], lp[0, 1] = -(np.arange(200) ** 2) / 512, -500 - np.arange(200)  # uneven: a rank off by one shows
-    assert_same_bits(
-        build_tree(lp, ids, np.array([3], np.int32), 199, version=version),
-        build_tree_reference(lp, ids, np.array([3], np.int32), 199),
-    )
+    lp[1] = lp[0] * 1.25  # another request's candidate shows, too
+    arguments = (lp, ids, np.array([3, 4], np.int32), 199)
+    assert_same_bits(build_tree(*arguments, version=version), build_tree_reference(*arguments))
 
 
 @pytest.mark.parametrize("budget", [400, 650])

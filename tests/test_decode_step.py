@@ -7,7 +7,15 @@ import pytest
 
 from ddtree_numba.backend import cuda
 from ddtree_numba.decode_step import DecodeStep, DecodeStepReference
-from ddtree_numba.draft_tree import STATUS_BAD_PAGE, STATUS_BROKEN_LINK, STATUS_OK, DraftTree, check_tree, random_tree
+from ddtree_numba.draft_tree import (
+    STATUS_BAD_PAGE,
+    STATUS_BROKEN_LINK,
+    STATUS_OK,
+    STATUS_TOO_DEEP,
+    DraftTree,
+    check_tree,
+    random_tree,
+)
 from ddtree_numba.launch_graph import Recorded
 from ddtree_numba.stages.accept_walk import accept_walk_reference
 from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
@@ -205,8 +213,11 @@ def test_preparing_moves_nothing_of_the_callers(rng):
         np.arange(5, dtype=np.int32)[None],
     )
     on_card = on_device((*inputs, *cache))
-    step.prepare(*on_card)
+    step.draft(*on_card[:3])
+    plan = step.prepare(*on_card)
     assert_same(on_host(on_card), (*inputs, *cache))
+    with pytest.raises(RuntimeError, match="no tree has been drafted yet"):
+        plan.commit()
     with pytest.raises(ValueError, match=r"target_tokens: got shape \(1, 9\), needs \[B, N\] with B=1, N=10"):
         step.prepare(*on_card[:3], *on_device((cache[0][:, :9].copy(), *cache[1:])))
     with pytest.raises(TypeError, match="kv_pool: got ndarray, needs a device array"):
@@ -290,16 +301,39 @@ def test_commit_side_equals_the_stages(rng, batch, layers, dtype, width):
     assert moved > 2, "hardly a row had to move"
 
 
-@pytest.mark.parametrize("length, layers", [(6, 3), (20, 1), (64, 2)])
-def test_commit_side_moves_the_rows_of_a_long_path_in_order(rng, length, layers):
-    """The path's slots are 0, 2, 4, ...: half of its rows lie where others go, and a row written too early is lost."""
+def chain_of_every_second_slot(rng, length, layers):
+    """A commit of one request whose path is 0, 2, 4, ..., 2 * length."""
     sizes = {"draft_length": length, "budget": 2 * length}
     step, tree, (targets, *cache) = commit_case(rng, 1, layers, 2, **sizes)
     chain = np.arange(2 * length + 1, dtype=np.int32)
     tree.token_ids[:], tree.next_sibling[:], tree.node_count[:] = chain, -1, len(chain)
     tree.first_child[:] = targets[:] = np.where(chain + 2 < len(chain), chain + 2, -1)
-    path, status = assert_commits_as_the_stages(step, tree, (targets, *cache))
+    return step, tree, (targets, *cache)
+
+
+@pytest.mark.parametrize("length, layers", [(3, 14), (6, 3), (20, 1), (64, 2)])
+def test_commit_side_moves_the_rows_of_a_long_path_in_order(rng, length, layers):
+    """The path's slots are 0, 2, 4, ...: half of its rows lie where others go, and a row written too early is lost.
+
+    So is one that is moved twice: 14 layers are more than the simulator's blocks take at a time.
+    """
+    path, status = assert_commits_as_the_stages(*chain_of_every_second_slot(rng, length, layers))
     assert path.accept_slots[0].tolist() == list(range(0, 2 * length + 1, 2))
+    assert not status.any()
+
+
+def test_commit_side_sees_a_missing_page_anywhere_on_a_long_path(rng):
+    for row in (0, 13, 40):
+        step, tree, (targets, pool, table, prefix) = chain_of_every_second_slot(rng, 20, 1)
+        table[0, (prefix[0] + row) // PAGE] = -1
+        _, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
+        assert status[0] == STATUS_BAD_PAGE
+
+
+def test_commit_side_stops_a_path_that_is_too_deep(rng):
+    _, tree, arguments = chain_of_every_second_slot(rng, 6, 2)
+    path, status = assert_commits_as_the_stages(DecodeStep(1, 4, 8, 12), tree, arguments)
+    assert path.status[0] == STATUS_TOO_DEEP and path.accept_count[0] == 5
     assert not status.any()
 
 
@@ -344,6 +378,16 @@ def test_commit_side_looks_at_pages_that_rows_only_move_to(rng, page):
     prefix[0], table[0, 1] = 3, page
     path, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
     assert path.accept_slots[0, :4].tolist() == [0, 9, 10, -1]
+    assert status[0] == STATUS_BAD_PAGE
+
+
+def test_commit_side_knows_the_first_row_behind_the_pool(rng):
+    """Row 3 + 9 belongs at 4, the first row of its page: the page behind the last would be the next layer's first."""
+    step, tree, (targets, pool, table, prefix) = commit_case(rng, 1, 2, 2)
+    tree.first_child[0, :10], tree.next_sibling[:] = [9, *[-1] * 9], -1
+    targets[0, 0], prefix[0], table[0, 1] = tree.token_ids[0, 9], 3, pool.shape[1]
+    path, status = assert_commits_as_the_stages(step, tree, (targets, pool, table, prefix))
+    assert path.accept_slots[0, :3].tolist() == [0, 9, -1]
     assert status[0] == STATUS_BAD_PAGE
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ddtree_numba.stages.top_candidates.block_per_row as first_rung
+import ddtree_numba.stages.top_candidates.fused as fused
 from ddtree_numba.backend import cuda
 from ddtree_numba.bfloat16 import from_bfloat16, to_bfloat16
 from ddtree_numba.stages.top_candidates import VERSIONS, best_version, top_candidates, top_candidates_reference
@@ -277,6 +278,24 @@ def test_rows_made_to_be_hard(rng, row, k, segments):
     assert_equals_reference(got, logits, k, "fused")
 
 
+@pytest.mark.parametrize("segments", [1, 3])
+def test_the_last_logit_of_rows_that_start_anywhere(segments):
+    """A row that one round of vectors just holds, if it starts where one does, needs another if it starts later."""
+    vocab = fused._ROUND * 8 - 1
+    logits = np.zeros((1, 8, vocab), np.float32)
+    logits[..., -1] = 1
+    got = top_candidates(logits, 2, version="fused", workspace=make_workspace(8, segments))
+    assert_equals_reference(got, logits, 2, "fused")
+
+
+def test_the_best_logit_is_the_bound_that_ties_are_cut_at():
+    """97 logits reach the floor in the simulator, one too many; the best, just before the next, starts a vector."""
+    row = np.full(1111, 0.5, np.float32)
+    row[:89], row[96:104], row[64:66] = 1, 1, 1 + 2.0**-23  # the same key; what is read second holds the best
+    got = top_candidates(row[None, None], 1, version="fused", workspace=make_workspace(1, 1))
+    assert_equals_reference(got, row[None, None], 1, "fused")
+
+
 @pytest.mark.parametrize("segments", [1, 2, 7])
 def test_an_invalid_segment_makes_the_row_invalid(segments):
     for place, bad in itertools.product((0, 300, 599), (NAN, INF)):
@@ -332,6 +351,16 @@ def test_a_workspace_may_have_more_rows_than_needed(rng):
             lambda good: good._replace(arrived=make_workspace(5, 2).arrived),
             ValueError,
             "workspace.arrived: got shape (5,), needs (6,)",
+        ),
+        (
+            lambda good: good._replace(arrived=cuda.device_array(6, np.int64)),
+            TypeError,
+            "workspace.arrived: got int64, needs uint32",
+        ),
+        (
+            lambda good: good._replace(arrived=cuda.device_array(12, np.uint32)[::2]),
+            ValueError,
+            "workspace.arrived: got a strided view, needs a C-contiguous array",
         ),
         (lambda good: good._replace(totals=good.arrived), TypeError, "workspace.totals: got uint32"),
         (

@@ -178,7 +178,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
 
         b, thread = cuda.blockIdx.x, np.uint32(cuda.threadIdx.x)
         slots, depths = np.uint32(tree.parents.shape[1]), np.uint32(log_probs.shape[1])
-        width = np.uint32(min(log_probs.shape[2] + 1, slots, table_size // (depths + 1)))  # ranks that lie in `table`
+        width = np.uint32(min(log_probs.shape[2] + 1, slots, (table_size - 1) // (depths + 1)))  # ranks in `table`
         for i in range(thread, np.uint32(depths * width + 1), threads):  # one entry is enough behind the last depth
             row = np.uint32(i) // width
             table[i] = candidate(log_probs, b, row, np.uint32(i) - row * width)
@@ -187,6 +187,8 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
             links[most_slots + slot] = -1
         if thread == 0:
             node_of[0] = 0
+            # A lane whose best lies behind the last depth, and can't win, asks for its first child all the same.
+            table[np.uint32(np.uint32(depths + np.uint32(1)) * width)] = -np.inf
         cuda.syncthreads()
 
         if thread < offering:

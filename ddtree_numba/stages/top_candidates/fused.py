@@ -170,6 +170,8 @@ def check_workspace(workspace: Any, rows: int) -> None:
             raise TypeError(f"workspace.{name}: got {array.dtype}, needs {np.dtype(dtype)}")
         if array.shape != shape:
             raise ValueError(f"workspace.{name}: got shape {array.shape}, needs {shape}")
+        if not array.is_c_contiguous():  # `count_in` goes by addresses
+            raise ValueError(f"workspace.{name}: got a strided view, needs a C-contiguous array")
     if held < rows:
         raise ValueError(f"workspace: got room for {held} rows, needs {rows}, one for each depth of each request")
 
