@@ -303,15 +303,15 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         complete = totals + np.uint32(2 * 4 * ROWS)  # a barrier for each place: the tile is there
         weighed = complete + np.uint32(16)  # a barrier for each place: the weights of the tile are there
         freed = weighed + np.uint32(16)  # two barriers for each place: a warpgroup's columns of the tile are done with
-        totalled = freed + np.uint32(32)  # a barrier: the totals are there
-        missing_flag = totalled + np.uint32(8)  # float32: 1 once a row in sight has no page
+        met = freed + np.uint32(32)  # a barrier of the two that multiply: rope columns taken; then: totals there
+        missing_flag = met + np.uint32(8)  # float32: 1 once a row in sight has no page
         if cuda.threadIdx.x == 0:
             for place in range(2):
                 mbarrier_init(complete + np.uint32(8 * place), 256)
                 mbarrier_init(freed + np.uint32(16 * place), 128)
                 mbarrier_init(freed + np.uint32(16 * place + 8), 128)
                 mbarrier_init(weighed + np.uint32(8 * place), 128)
-            mbarrier_init(totalled, 256)
+            mbarrier_init(met, 256)
             store_shared(missing_flag, np.float32(0))
 
         # Q, a row of 72 chunks for each warp.
@@ -354,14 +354,13 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
             return
 
         more_registers()  # what the copying warps don't need
-        # Weights take the place of Q's rope columns. The first ones are warpgroup 1's, which waits for those of tile 0
-        # before: by then warpgroup 0 has its copy too.
         rope = cuda.local.array(16, np.uint32)
         rope_row = 16 * warp + (lane & 15)
         for step in range(4):
             r = 4 * step
             address = weights_1 + np.uint32(swizzled(rope_row, 2 * step + (lane >> 4)))
             rope[r], rope[r + 1], rope[r + 2], rope[r + 3] = ldmatrix_x4(address)
+        mbarrier_arrive(met)
 
         # A thread has rows my_row and my_row + 8 of all scores and values, and of 8 columns 2 `member` and the next.
         member = lane & 3
@@ -382,6 +381,9 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         largest_0, largest_1 = NOTHING, NOTHING  # of the two rows, base 2
         total_0, total_1 = np.float32(0), np.float32(0)  # of this thread's weights of its own tiles
         factor = scale * LOG2_E
+        # Both have taken the rope columns of Q, whose place is for weights now. (Of other warps' rows it is `weighed` that
+        # says so, but lanes of one warp need a barrier, too, between reading a row together and writing it.)
+        wait(met, np.uint32(0))
 
         pair = np.int32(0)
         while pair < count:
@@ -512,8 +514,8 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         if member == 0:
             store_shared(mailbox, total_0)
             store_shared(mailbox + np.uint32(32), total_1)
-        mbarrier_arrive(totalled)
-        wait(totalled, np.uint32(0))
+        mbarrier_arrive(met)
+        wait(met, np.uint32(1))
         other = totals + np.uint32(4 * (ROWS * (1 - group) + my_row))
         total_0 += load_shared_float(other)
         total_1 += load_shared_float(other + np.uint32(32))
