@@ -62,6 +62,7 @@ def test_figures_of_the_bench() -> None:
     for id_, peer, words in (
         ("attn_8x33x64x8192", "torch_three_op", "tree attention in bfloat16 on an H200"),
         ("top_b64", "torch_topk_logsumexp", "64 best of 163,840 logits"),
+        ("round_b1", "torch_eager", "a round's draft and commit side"),
     ):
         ours, theirs = rows[id_]["ours_us"], rows[id_]["peers"][peer]
         assert f"| {ours:.0f} / {theirs:.0f} µs |" in row(words)

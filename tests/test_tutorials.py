@@ -82,7 +82,7 @@ def check_page(page: Path, slowest: float = SLOWEST_CELL) -> None:
         ):
             warnings.simplefilter("error")
             # On a GPU: lessons hand NumPy arrays to kernels, and the first of them says that this costs copies.
-            warnings.filterwarnings("ignore", message="Host array used in CUDA kernel")
+            warnings.filterwarnings("ignore", message=".*Host array used in CUDA kernel")
             shown = run_cell(source, line, page, names)
             if isinstance(shown, Picture | StepSlider):
                 assert "nan" not in str(shown).lower(), f"{where}: a number in the picture is NaN"

@@ -25,8 +25,8 @@ of its own away (`setmaxnreg`).
 The shared memory holds Q (74 KB), two tiles (147 KB) and the weights of one. The other tile's weights take the
 place of Q's rope columns, of which each warpgroup keeps its copy in 16 registers.
 
-What it buys, measured on an H200 (8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 494 us, 612 TFLOP/s, where
-`tensor_core` takes 978 and three operations of torch 1176. On the way: 725 us with `values 1` after `scores 2`; 570 us
+What it buys, measured on an H200 (8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 488 us, 620 TFLOP/s, where
+`tensor_core` takes 986 and three operations of torch 1178. On the way: 725 us with `values 1` after `scores 2`; 570 us
 with each warpgroup copying for itself, which took a sixth of its time; 478 us before rows that are not finite were kept
 from nodes that do not see them.
 

@@ -24,7 +24,7 @@ chunk c of row r lies at place c ^ (r % 8), so that eight rows of one column of 
 banks.
 
 What it buys: 0.59 PFLOP/s of matrix products instead of 0.06 of multiply-adds. Of these, 0.31 were measured on an H200
-(8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 978 us, where three operations of torch took 1176.
+(8 requests, 33 nodes, 64 heads, prefix 8192, bfloat16): 986 us, where three operations of torch took 1178.
 
 What it costs: 230 KB of shared memory and 255 registers a thread: one block for each multiprocessor, and nothing to
 hide a bubble behind.
