@@ -381,8 +381,8 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         largest_0, largest_1 = NOTHING, NOTHING  # of the two rows, base 2
         total_0, total_1 = np.float32(0), np.float32(0)  # of this thread's weights of its own tiles
         factor = scale * LOG2_E
-        # Both have taken the rope columns of Q, whose place is for weights now. (Of other warps' rows it is `weighed` that
-        # says so, but lanes of one warp need a barrier, too, between reading a row together and writing it.)
+        # All have taken the rope columns of Q, whose place is for weights now. (For other warps' rows `weighed` would do;
+        # but lanes that have read a row together need a barrier before one of them writes there.)
         wait(met, np.uint32(0))
 
         pair = np.int32(0)
