@@ -381,8 +381,8 @@ def make_hopper_kernel(is_bfloat16: bool) -> Any:
         largest_0, largest_1 = NOTHING, NOTHING  # of the two rows, base 2
         total_0, total_1 = np.float32(0), np.float32(0)  # of this thread's weights of its own tiles
         factor = scale * LOG2_E
-        # All have taken the rope columns of Q, whose place is for weights now. (For other warps' rows `weighed` would do;
-        # but lanes that have read a row together need a barrier before one of them writes there.)
+        # All have taken the rope columns of Q, whose place is for weights now. (For other warps' rows `weighed` would
+        # do; but lanes that have read a row together need a barrier before one of them writes there.)
         wait(met, np.uint32(0))
 
         pair = np.int32(0)
