@@ -24,6 +24,7 @@ MADE_UP = {
     "machine": "no machine at all",
     "versions": {"numba": "0.0"},
     "date": "2001-01-01",
+    "note": "One page failed.",
     "rows": [
         {
             "id": "top_b64",
@@ -149,6 +150,7 @@ def test_everything_is_on_the_page(tmp_path: Path) -> None:
         "28.0",
         "a rate",
         "no such peer",
+        "One page failed.",
         "What bounds",
         "The chain of nodes.",
         "107",

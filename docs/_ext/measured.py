@@ -46,6 +46,8 @@ Row = dict[str, Any]
 def as_markdown(report: dict[str, Any]) -> list[str]:
     """Return one report as lines of MyST: where and when, then whatever it holds of what is known here."""
     lines = [*_where(report), ""]
+    if note := report.get("note"):
+        lines += [note, ""]
     if tests := report.get("tests"):
         counts = ", ".join(f"{count} {outcome}" for outcome, count in tests.items())
         lines += [f"Tests: {counts}; {report.get('gpu_tests', 0)} of them need a GPU.", ""]
