@@ -43,10 +43,16 @@ class Recorded:
                 try:
                     launches(stream)
                 finally:
-                    self._graph = _check(driver.cuStreamEndCapture(handle))
-            self._executable = _check(driver.cuGraphInstantiate(self._graph, 0))
-            # Not when Python exits: the driver's functions may be gone before a recording that a module keeps.
-            weakref.finalize(self, _destroy, driver, self._executable, self._graph).atexit = False
+                    self._graph = self._own(_check(driver.cuStreamEndCapture(handle)), driver.cuGraphDestroy)
+            self._executable = self._own(_check(driver.cuGraphInstantiate(self._graph, 0)), driver.cuGraphExecDestroy)
+
+    def _own(self, handle: Any, destroy: Callable[[Any], Any]) -> Any:
+        """Return the driver's `handle`, which is destroyed together with this recording.
+
+        Not when Python exits: the driver's functions may be gone before a recording that a module keeps.
+        """
+        weakref.finalize(self, destroy, handle).atexit = False
+        return handle
 
     def replay(self, stream: Any = None) -> None:
         """Put the launches on `stream` (Numba, torch, CuPy or a raw handle; None: the default stream)."""
@@ -64,11 +70,6 @@ class Recorded:
     def _is_capturing(self, handle: int) -> bool:
         status = _check(self._driver.cuStreamIsCapturing(handle))
         return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
-
-
-def _destroy(driver: Any, executable: Any, graph: Any) -> None:
-    driver.cuGraphExecDestroy(executable)
-    driver.cuGraphDestroy(graph)
 
 
 def _check(answer: tuple[Any, ...]) -> Any:
