@@ -32,19 +32,19 @@ class Driver(SimpleNamespace):
         return self.note("begin")
 
     def cuStreamEndCapture(self, handle):  # noqa: N802
-        return self.note("end", "graph")
+        return self.note("end", 5)
 
     def cuGraphInstantiate(self, graph, flags):  # noqa: N802
-        return (self.answer, "executable") if self.answer else self.note("instantiate", "executable")
+        return (self.answer, 0) if self.answer else self.note("instantiate", 6)
 
     def cuGraphLaunch(self, executable, handle):  # noqa: N802
         return self.note(f"launch {executable}")
 
     def cuGraphDestroy(self, graph):  # noqa: N802
-        return self.note(f"destroy {graph}")
+        return self.note(f"destroy graph {graph}")
 
     def cuGraphExecDestroy(self, executable):  # noqa: N802
-        return self.note(f"destroy {executable}")
+        return self.note(f"destroy executable {executable}")
 
 
 @pytest.fixture
@@ -65,10 +65,10 @@ def test_recorded_once_replayed_often_destroyed_once(driver):
     recorded = Recorded(streams.append)
     recorded.replay()
     recorded.replay()
-    assert streams == [STREAM] and driver.calls == ["begin", "end", "instantiate", *["launch executable"] * 2]
+    assert streams == [STREAM] and driver.calls == ["begin", "end", "instantiate", *["launch 6"] * 2]
     del recorded
     gc.collect()
-    assert sorted(driver.calls[5:]) == ["destroy executable", "destroy graph"]
+    assert sorted(driver.calls[5:]) == ["destroy executable 6", "destroy graph 5"]
 
 
 def test_launches_that_fail_end_the_capture_and_leave_no_graph(driver):
@@ -78,7 +78,7 @@ def test_launches_that_fail_end_the_capture_and_leave_no_graph(driver):
     with pytest.raises(ValueError, match="no such kernel"):
         Recorded(fail)
     gc.collect()
-    assert driver.calls == ["begin", "end", "destroy graph"]
+    assert driver.calls == ["begin", "end", "destroy graph 5"]
 
 
 def test_a_graph_that_cannot_be_instantiated_is_destroyed(driver):
@@ -86,7 +86,7 @@ def test_a_graph_that_cannot_be_instantiated_is_destroyed(driver):
     with pytest.raises(RuntimeError, match="CUDA graph: the driver answers CUDA_ERROR_OUT_OF_MEMORY"):
         Recorded(lambda stream: None)
     gc.collect()
-    assert driver.calls == ["begin", "end", "destroy graph"]
+    assert driver.calls == ["begin", "end", "destroy graph 5"]
 
 
 KEPT = """
