@@ -27,7 +27,7 @@ from rich.text import Text
 from ddtree_numba import __version__
 from ddtree_numba.backend import BACKEND, describe
 from ddtree_numba.benchmark.command import bench
-from ddtree_numba.cli_conformance import add_conformance
+from ddtree_numba.cli_conformance import add_conformance, show_help
 from ddtree_numba.docs_site import docs
 from ddtree_numba.draft_tree import MAX_BUDGET
 from ddtree_numba.engine.arithmetic import MissingCuPyError, arithmetic_of
@@ -534,9 +534,7 @@ def _version(
     if version:
         print(f"ddtree-numba {__version__}")
         raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-        raise typer.Exit(_BAD_INPUT)
+    show_help(context)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 def add_conformance(app: typer.Typer) -> None:
     """Register both commands."""
     vectors = typer.Typer(help="Golden vectors for implementations in any language.")
-    vectors.callback(invoke_without_command=True)(_show_help)
+    vectors.callback(invoke_without_command=True)(show_help)
     vectors.command("write")(write)
     app.add_typer(vectors, name="vectors")
     app.command("conformance")(conformance)
 
 
-def _show_help(context: typer.Context) -> None:
+def show_help(context: typer.Context) -> None:
+    """Show the help of a command that was given without one of its own, with exit code 2."""
     if context.invoked_subcommand is None:
         print(context.get_help())
         raise typer.Exit(2)
@@ -59,9 +60,8 @@ def write(
     with _progress("writing", None) as tell:
         try:
             manifest = write_vectors(folder, seed, tell)
-        except ValueError:
-            what = "not empty" if folder.is_dir() else "no folder"
-            raise RefusedError("DIR", f"{folder}, which is {what}", "a new or an empty folder") from None
+        except ValueError as error:
+            raise _refused(error, "DIR") from None
         except OSError as error:
             raise RefusedError("DIR", f"{folder} ({error.strerror})", "a folder that can be written") from None
     size = sum(entry["bytes"] for entry in manifest["cases"])
@@ -154,11 +154,11 @@ def _engine(impl: str | None, command: str | None, timeout: float) -> tuple[str,
         raise _refused(error) from None
 
 
-def _refused(error: ValueError) -> RefusedError:
-    """Return a function's "argument: got this, needs that" as the command's, about the option of that name."""
-    argument, _, rest = str(error).partition(": got ")
+def _refused(error: ValueError, argument: str = "") -> RefusedError:
+    """Return a function's "name: got this, needs that" as the command's, of `argument` or the option of that name."""
+    name, _, rest = str(error).partition(": got ")
     got, _, needs = rest.rpartition(", needs ")
-    return RefusedError(f"--{argument}", got, needs)
+    return RefusedError(argument or f"--{name}", got, needs)
 
 
 def _chosen(folder: Path | None, seed: int, only: str, tell: Any) -> list[Case]:

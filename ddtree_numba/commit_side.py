@@ -32,11 +32,9 @@ from ddtree_numba.backend import ON_GPU, block_threads, cuda
 from ddtree_numba.draft_tree import MAX_BUDGET, STATUS_BAD_PAGE, STATUS_OK, DraftTree
 from ddtree_numba.ptx import inlined, kernel_for
 from ddtree_numba.stages.accept_walk import AcceptedPath, walk
+from ddtree_numba.stages.best_first_tree import MAX_DRAFT_LENGTH
 
-__all__ = ["MAX_DRAFT_LENGTH", "Sizes", "commit_side_kernel", "launch_commit_side"]
-
-MAX_DRAFT_LENGTH = 64
-"""The largest L."""
+__all__ = ["Sizes", "commit_side_kernel", "launch_commit_side"]
 
 THREADS = block_threads(256, simulator=8)
 _BLOCKS = 6  # that share a multiprocessor

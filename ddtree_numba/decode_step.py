@@ -13,7 +13,7 @@ import numpy as np
 
 from ddtree_numba.arguments import ArrayCheck, Transfer, check_integer, describe_array
 from ddtree_numba.backend import ON_GPU, as_stream, cuda, is_device_array
-from ddtree_numba.commit_side import MAX_DRAFT_LENGTH, launch_commit_side
+from ddtree_numba.commit_side import launch_commit_side
 from ddtree_numba.device_library import as_device, library_of, stream_for
 from ddtree_numba.draft_tree import MAX_BUDGET, DraftTree, empty_tree
 from ddtree_numba.launch_graph import Recorded
@@ -24,14 +24,19 @@ from ddtree_numba.stages.ancestor_bitmask import (
     positions,
     positions_reference,
 )
-from ddtree_numba.stages.best_first_tree import DRAFT_LAUNCHERS, build_tree, build_tree_reference
+from ddtree_numba.stages.best_first_tree import (
+    DRAFT_LAUNCHERS,
+    MAX_DRAFT_LENGTH,
+    build_tree,
+    build_tree_reference,
+)
 from ddtree_numba.stages.best_first_tree import best_version as best_tree_version
 from ddtree_numba.stages.kv_commit import check_commit, commit_kv_reference, kv_words
 from ddtree_numba.stages.top_candidates import best_version as best_candidates_version
 from ddtree_numba.stages.top_candidates import top_candidates, top_candidates_reference
 from ddtree_numba.stages.top_candidates.fused import workspace_for
 
-__all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference"]
+__all__ = ["DecodePlan", "DecodeStep", "DecodeStepReference", "launch_tree"]
 
 
 def _candidates_for(budget: int, k: int | None) -> int:
@@ -89,6 +94,34 @@ class DecodeStepReference:
             kv_pool, block_table, prefix_lengths, path.accept_slots, path.accept_count
         )
         return path
+
+
+def launch_tree(
+    log_probs: Any,
+    token_ids: Any,
+    root_tokens: Any,
+    prefix_lengths: Any,
+    tree: DraftTree,
+    out_positions: Any,
+    status: Any,
+    *,
+    version: str = "auto",
+    stream: Any = None,
+) -> None:
+    """Launch stages 2 and 3 on device arrays: in one launch where the rung `version` of stage 2 can, else in three.
+
+    `log_probs`, `token_ids` [B, L, K] and `root_tokens` [B] as in `build_tree`, `prefix_lengths` [B] int32 are read.
+    `tree` (N slots, ancestor bits included), `out_positions` [B, N] and `status` [B] int32 are written.
+    """
+    budget = tree.parents.shape[1] - 1
+    rung = best_tree_version(budget) if version == "auto" else version
+    if rung in DRAFT_LAUNCHERS:
+        outputs = (tree, out_positions, status)
+        DRAFT_LAUNCHERS[rung](log_probs, token_ids, root_tokens, prefix_lengths, *outputs, as_stream(stream))
+        return
+    build_tree(log_probs, token_ids, root_tokens, budget, version=rung, out=tree, stream=stream)
+    ancestor_bitmask(tree.parents, tree.node_count, out=(tree.ancestor_bits, status), stream=stream)
+    positions(tree.depths, prefix_lengths, out=out_positions, stream=stream)
 
 
 class DecodeStep:
@@ -164,18 +197,8 @@ class DecodeStep:
     def _launch_draft(self, stream: Any, logits: Any, root_tokens: Any, prefix_lengths: Any) -> None:
         candidates = (self.log_probs, self.token_ids)
         top_candidates(logits, self.k, out=candidates, stream=stream, workspace=self._workspace)
-        if (version := best_tree_version(self.budget)) in DRAFT_LAUNCHERS:  # one launch for stages 2 and 3
-            outputs = (self.tree, self.positions, self.tree_status)
-            DRAFT_LAUNCHERS[version](*candidates, root_tokens, prefix_lengths, *outputs, as_stream(stream))
-            return
-        build_tree(*candidates, root_tokens, self.budget, out=self.tree, stream=stream)
-        ancestor_bitmask(
-            self.tree.parents,
-            self.tree.node_count,
-            out=(self.tree.ancestor_bits, self.tree_status),
-            stream=stream,
-        )
-        positions(self.tree.depths, prefix_lengths, out=self.positions, stream=stream)
+        outputs = (self.tree, self.positions, self.tree_status)
+        launch_tree(*candidates, root_tokens, prefix_lengths, *outputs, stream=stream)
 
     def commit(
         self, target_tokens: Any, kv_pool: Any, block_table: Any, prefix_lengths: Any, stream: Any = None

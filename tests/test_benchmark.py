@@ -27,6 +27,7 @@ from ddtree_numba.benchmark.timing import L2_BYTES, sets_past_l2
 from ddtree_numba.benchmark.trees import TreeCase
 from ddtree_numba.bfloat16 import from_bfloat16
 from ddtree_numba.commit_side import launch_commit_side
+from ddtree_numba.decode_step import launch_tree
 from ddtree_numba.draft_tree import check_tree
 from ddtree_numba.stages.best_first_tree import build_tree_reference
 from ddtree_numba.stages.top_candidates import top_candidates
@@ -150,7 +151,12 @@ def break_candidates(monkeypatch):
 
 
 def break_trees(monkeypatch):
-    monkeypatch.setattr("ddtree_numba.benchmark.trees.positions", lambda *arrays, out, stream: None)
+    def places_wrong(*arrays, **options):
+        launch_tree(*arrays, **options)
+        positions = arrays[5]
+        positions.copy_to_device(positions.copy_to_host() + 1)
+
+    monkeypatch.setattr("ddtree_numba.benchmark.trees.launch_tree", places_wrong)
 
 
 def break_rounds(monkeypatch):

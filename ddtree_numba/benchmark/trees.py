@@ -13,15 +13,11 @@ import numpy as np
 from ddtree_numba.backend import cuda
 from ddtree_numba.benchmark.case import Tools, require
 from ddtree_numba.benchmark.inputs import random_candidates
+from ddtree_numba.decode_step import launch_tree
 from ddtree_numba.draft_tree import DraftTree
 from ddtree_numba.launch_graph import Recorded
-from ddtree_numba.stages.ancestor_bitmask import (
-    ancestor_bitmask,
-    ancestor_bitmask_reference,
-    positions,
-    positions_reference,
-)
-from ddtree_numba.stages.best_first_tree import DRAFT_LAUNCHERS, best_version, build_tree, build_tree_reference
+from ddtree_numba.stages.ancestor_bitmask import ancestor_bitmask_reference, positions_reference
+from ddtree_numba.stages.best_first_tree import build_tree_reference
 
 __all__ = ["TreeCase"]
 
@@ -101,16 +97,9 @@ class _PreparedTree:
         return {}
 
     def _launch(self, index: int, version: str, stream: Any) -> None:
-        (log_probs, token_ids, roots), tree = self._candidates[index], self._tree
-        prefixes, status = self._device_prefixes, self._status
-        rung = best_version(self._case.budget) if version == "auto" else version
-        if rung in DRAFT_LAUNCHERS:  # one launch for both stages
-            outputs = (tree, self._positions, status)
-            DRAFT_LAUNCHERS[rung](log_probs, token_ids, roots, prefixes, *outputs, stream or 0)
-            return
-        build_tree(log_probs, token_ids, roots, self._case.budget, version=version, out=tree, stream=stream)
-        ancestor_bitmask(tree.parents, tree.node_count, out=(tree.ancestor_bits, status), stream=stream)
-        positions(tree.depths, prefixes, out=self._positions, stream=stream)
+        log_probs, token_ids, roots = self._candidates[index]
+        outputs = (self._tree, self._positions, self._status)
+        launch_tree(log_probs, token_ids, roots, self._device_prefixes, *outputs, version=version, stream=stream)
 
 
 def candidate_bytes(case: TreeCase) -> int:

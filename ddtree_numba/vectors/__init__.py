@@ -93,7 +93,7 @@ def write_vectors(
     target = Path(os.path.abspath(folder))
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         what = "not empty" if target.is_dir() else "no folder"
-        raise ValueError(f"folder: got {folder}, which is {what}, needs a new or an empty one")
+        raise ValueError(f"folder: got {folder}, which is {what}, needs a new or an empty folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     is_there = target.exists()
     # Inside a folder that is there: it may be another file system's, and its parent not ours to write to.

@@ -25,8 +25,8 @@ from ddtree_numba.backend import ON_GPU, cuda
 from ddtree_numba.draft_tree import DraftTree, empty_tree
 from ddtree_numba.stages.best_first_tree.one_thread import build_tree_kernel, launch_one_thread
 from ddtree_numba.stages.best_first_tree.reference import MAX_DRAFT_LENGTH, build_tree_reference, check_candidates
-from ddtree_numba.stages.best_first_tree.rounds import launch_draft_rounds, launch_rounds
-from ddtree_numba.stages.best_first_tree.warp import launch_draft_warp, launch_warp
+from ddtree_numba.stages.best_first_tree.rounds import ROUNDS
+from ddtree_numba.stages.best_first_tree.warp import WARP
 
 __all__ = [
     "DRAFT_LAUNCHERS",
@@ -42,14 +42,14 @@ _WARP_BUDGET = 64  # the most nodes whose offers one warp holds: up to there `wa
 
 _LAUNCHERS: dict[str, Callable[..., None]] = {
     "one_thread": launch_one_thread,
-    "warp": launch_warp,
-    "rounds": launch_rounds,
+    "warp": WARP.launch,
+    "rounds": ROUNDS.launch,
 }
 
 VERSIONS: tuple[str, ...] = tuple(_LAUNCHERS)
 """The rungs of the ladder."""
 
-DRAFT_LAUNCHERS: dict[str, Callable[..., None]] = {"warp": launch_draft_warp, "rounds": launch_draft_rounds}
+DRAFT_LAUNCHERS: dict[str, Callable[..., None]] = {"warp": WARP.launch_draft, "rounds": ROUNDS.launch_draft}
 """Launchers of the rungs that can do stages 2 and 3 in one launch, on device arrays: `build_tree`'s, then stage 3's."""
 
 

@@ -36,11 +36,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ddtree_numba.backend import ON_GPU, cuda
-from ddtree_numba.draft_tree import STATUS_OK, DraftTree
+from ddtree_numba.draft_tree import STATUS_OK
 from ddtree_numba.ptx import inlined, kernel_for
-from ddtree_numba.stages.best_first_tree.warp import best_of_block, best_of_warp, candidate, ordered, unordered
+from ddtree_numba.stages.best_first_tree.sized_kernels import SizedKernels
+from ddtree_numba.stages.best_first_tree.warp import (
+    best_of_block,
+    best_of_warp,
+    candidate,
+    ordered,
+    score_of_sibling,
+    unordered,
+)
 
-__all__ = ["launch_draft_rounds", "launch_rounds", "rounds_kernels", "size_class"]
+__all__ = ["ROUNDS", "rounds_kernels"]
 
 _LANES = 32 if ON_GPU else 1
 _SLOT_BITS, _SLOT = np.uint32(11), np.uint32((1 << 11) - 1)  # a place is a turn and, in 11 bits, a slot
@@ -84,7 +92,7 @@ def _row(node):
 @inlined
 def _limit(score, own, following, child):
     """Return the best score that an offer of `score` makes room for once it is a node, or `score` if that is less."""
-    sibling, child = (float(score) - float(own)) + following, score + child  # NaN where `score` is -inf
+    sibling, child = score_of_sibling(score, own, following), score + child
     best = child if child > sibling else sibling
     return ordered(best if best < score else score)
 
@@ -174,8 +182,7 @@ def rounds_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                 own = candidate(log_probs, cuda.blockIdx.x, row, rank)
                 value = candidate(log_probs, cuda.blockIdx.x, row, np.uint32(rank + _ONE))
                 following = candidate(log_probs, cuda.blockIdx.x, row, np.uint32(rank + _TWO))
-            # The order of these sums is part of the contract: another one rounds differently.
-            score = (parent_score - own) + value
+            score = score_of_sibling(parent_score, own, value)  # of a first child, too: 0 changes no sum
             limit = _limit(score, value, following, child)
 
             before, in_front = _number_before(chosen, listed, parent_score, place)
@@ -352,29 +359,5 @@ def rounds_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
     return build_tree_rounds_kernel, draft_tree_rounds_kernel, threads
 
 
-def size_class(budget: int) -> tuple[int, int]:
-    """Return the smallest (warps, slots of a lane) that hold the offers of `budget` nodes: the last one offers none."""
-    return next(size for size in _SIZES if size[0] * _LANES * size[1] >= budget)
-
-
-def launch_rounds(log_probs: Any, token_ids: Any, root_tokens: Any, tree: DraftTree, stream: Any) -> None:
-    """Launch the kernel on device arrays."""
-    kernel, _, threads = rounds_kernels(*size_class(tree.parents.shape[1] - 1))
-    kernel[len(root_tokens), threads, stream](log_probs, token_ids, root_tokens, tree)
-
-
-def launch_draft_rounds(
-    log_probs: Any,
-    token_ids: Any,
-    root_tokens: Any,
-    prefix_lengths: Any,
-    tree: DraftTree,
-    positions: Any,
-    status: Any,
-    stream: Any,
-) -> None:
-    """Launch the kernel that does stages 2 and 3 in one, on device arrays."""
-    _, kernel, threads = rounds_kernels(*size_class(tree.parents.shape[1] - 1))
-    kernel[len(root_tokens), threads, stream](
-        log_probs, token_ids, root_tokens, prefix_lengths, tree, positions, status
-    )
+ROUNDS = SizedKernels(rounds_kernels, _SIZES, _LANES)
+"""The rung: compiled for a size of tree when one is first launched."""

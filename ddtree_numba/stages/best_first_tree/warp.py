@@ -35,10 +35,11 @@ from typing import Any
 import numpy as np
 
 from ddtree_numba.backend import ON_GPU, cuda
-from ddtree_numba.draft_tree import STATUS_OK, DraftTree
+from ddtree_numba.draft_tree import STATUS_OK
 from ddtree_numba.ptx import inlined, warp_max, warp_min
+from ddtree_numba.stages.best_first_tree.sized_kernels import SizedKernels
 
-__all__ = ["launch_draft_warp", "launch_warp", "size_class", "warp_kernels"]
+__all__ = ["WARP", "warp_kernels"]
 
 _LANES = 32 if ON_GPU else 1
 _SLOT = np.uint32((1 << 11) - 1)  # 1025 slots
@@ -87,11 +88,6 @@ if ON_GPU:
         return cuda.shfl_sync(np.uint32(0xFFFFFFFF), value, lane)
 
     @inlined
-    def _sum_of_sibling(score, own, following):
-        """Return what the next sibling scores. The order is part of the contract: another one rounds differently."""
-        return (score - own) + following
-
-    @inlined
     def best_of_block(keys, places, parity, warps):
         warp = cuda.threadIdx.x & np.int32(31)
         warp = warp if warp < warps else np.int32(0)
@@ -112,11 +108,6 @@ else:
         return value
 
     @inlined
-    def _sum_of_sibling(score, own, following):
-        with np.errstate(invalid="ignore"):  # of an offer that is not there, which can't win
-            return (score - own) + following
-
-    @inlined
     def best_of_block(keys, places, parity, warps):
         key, place = keys[parity, 0], places[parity, 0]
         for warp in range(1, warps):
@@ -124,6 +115,15 @@ else:
             if other > key or (other == key and other_place < place):
                 key, place = other, other_place
         return key, place
+
+
+@inlined
+def score_of_sibling(score, own, following):
+    """Return what the next sibling of an offer of `score` scores; NaN at times where the offer is not there.
+
+    The order of these sums is part of the contract: another one rounds differently.
+    """
+    return (float(score) - float(own)) + float(following)  # NumPy's own numbers would warn of inf - inf
 
 
 @inlined
@@ -217,7 +217,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                 # What each lane's best will offer, should it win: computed while the lanes compare.
                 score = unordered(best)
                 child_key = ordered(score + child)
-                sibling_key = ordered(_sum_of_sibling(score, own, following))
+                sibling_key = ordered(score_of_sibling(score, own, following))
                 winner, first = _best_below(top, best, where)
                 owner = np.uint32(first & owner_mask)
                 if warps == 1:
@@ -242,7 +242,7 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
                 row, rank = np.uint32(what >> _RANK_BITS), np.uint32(what & _RANK)
                 if np.uint32(rank + np.uint32(1)) >= width:  # right for the winner; the others don't use it
                     own, following = candidate(log_probs, b, row, rank), candidate(log_probs, b, row, rank + 1)
-                    sibling_key = ordered(_sum_of_sibling(score, own, following))
+                    sibling_key = ordered(score_of_sibling(score, own, following))
 
                 which = np.uint32(parent >> owner_bits)
                 # All lanes of one warp write the same, which costs less than a branch that one of them takes alone.
@@ -331,29 +331,5 @@ def warp_kernels(warps: int, slots_of_lane: int) -> tuple[Any, Any, int]:
     return build_tree_warp_kernel, draft_tree_warp_kernel, threads
 
 
-def size_class(budget: int) -> tuple[int, int]:
-    """Return the smallest (warps, slots of a lane) that hold the offers of `budget` nodes: the last one offers none."""
-    return next(size for size in _SIZES if size[0] * _LANES * size[1] >= budget)
-
-
-def launch_warp(log_probs: Any, token_ids: Any, root_tokens: Any, tree: DraftTree, stream: Any) -> None:
-    """Launch the kernel on device arrays."""
-    kernel, _, threads = warp_kernels(*size_class(tree.parents.shape[1] - 1))
-    kernel[len(root_tokens), threads, stream](log_probs, token_ids, root_tokens, tree)
-
-
-def launch_draft_warp(
-    log_probs: Any,
-    token_ids: Any,
-    root_tokens: Any,
-    prefix_lengths: Any,
-    tree: DraftTree,
-    positions: Any,
-    status: Any,
-    stream: Any,
-) -> None:
-    """Launch the kernel that does stages 2 and 3 in one, on device arrays."""
-    _, kernel, threads = warp_kernels(*size_class(tree.parents.shape[1] - 1))
-    kernel[len(root_tokens), threads, stream](
-        log_probs, token_ids, root_tokens, prefix_lengths, tree, positions, status
-    )
+WARP = SizedKernels(warp_kernels, _SIZES, _LANES)
+"""The rung: compiled for a size of tree when one is first launched."""
