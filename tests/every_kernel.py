@@ -35,7 +35,7 @@ from ddtree_numba.stages.tree_attention import (
     tree_attention_reference,
 )
 from ddtree_numba.synthetic import random_target_tokens
-from tests.helpers import assert_same, on_device, on_host
+from tests.helpers import assert_same, on_device, on_host, poisoned_like
 
 RUNGS = (
     (lambda: tensor_core.why_not_here(576, 512), tensor_core.launch_tensor_core),
@@ -75,7 +75,7 @@ def trees(rng: np.random.Generator) -> None:
         place = positions(tree.depths, prefix)
         assert_same((place,), (positions_reference(tree.depths, prefix),))
         for launch in DRAFT_LAUNCHERS.values():  # stages 2 and 3 in one launch
-            *fields, at, status = on_device([*map(np.empty_like, tree), np.empty_like(place), np.empty(3, np.int32)])
+            *fields, at, status = on_device(poisoned_like((*tree, place, got[1])))
             launch(*on_device((lp, ids, roots, prefix)), DraftTree(*fields), at, status, 0)
             assert_same(on_host((*fields, at, status)), (*tree._replace(ancestor_bits=got[0]), place, got[1]))
 
